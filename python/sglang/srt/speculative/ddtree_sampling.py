@@ -1,0 +1,85 @@
+"""The target's own choice at every node of a verified tree."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+
+def _per_node(sampling_info: Any, num_nodes: int) -> Any:
+    """One row of sampling parameters per node instead of per request."""
+
+    def repeat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else torch.repeat_interleave(tensor, num_nodes, dim=0)
+
+    return dataclasses.replace(
+        sampling_info,
+        temperatures=repeat(sampling_info.temperatures),
+        top_ps=repeat(sampling_info.top_ps),
+        top_ks=repeat(sampling_info.top_ks),
+        min_ps=repeat(sampling_info.min_ps),
+        sampling_seed=repeat(sampling_info.sampling_seed),
+        # Bias and grammar are applied before; per-request extras have no meaning for a node.
+        logit_bias=None,
+        grammars=None,
+        grammar_mask=None,
+        penalizer_orchestrator=None,
+        return_sampling_masks=None,
+    )
+
+
+def choose_tokens(
+    *,
+    logits_output: Any,
+    sampling_info: Any,
+    positions: torch.Tensor,
+    num_nodes: int,
+    sampler: Any,
+    grammar_mask: Any = None,
+    tp_group: Any = None,
+) -> torch.Tensor:
+    """Draw the target's token at every node, as plain decoding would at that node.
+
+    The nodes are handed to SGLang's own sampler as rows of an ordinary batch. A walk visits each node at most
+    once, so one independent draw per node is exactly target sampling (arXiv 2604.12989), with every filter the
+    sampler knows and, with a sampling seed, the very draw plain decoding makes at that position.
+
+    Args:
+        logits_output: holds ``next_token_logits`` [bs * num_nodes, vocabulary]; overwritten.
+        sampling_info: ``SamplingBatchInfo`` of the bs requests.
+        positions: int64 [bs * num_nodes].
+        num_nodes: N.
+        sampler: the target's ``Sampler``.
+        grammar_mask: SGLang's ``GrammarMask`` over the bs * num_nodes rows.
+        tp_group: ranks that must agree on the draws.
+    Returns:
+        int64 [bs, num_nodes].
+    """
+    from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+    logits = logits_output.next_token_logits
+    sanitize_nan_logits(logits, "DDTREE verify: target logits")
+    if sampling_info.logit_bias is not None:
+        logits.add_(torch.repeat_interleave(sampling_info.logit_bias, num_nodes, dim=0))
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+
+    choices = torch.argmax(logits, dim=-1)
+    if not sampling_info.is_all_greedy:
+        drawn = sampler(
+            logits_output,
+            _per_node(sampling_info, num_nodes),
+            return_logprob=False,
+            top_logprobs_nums=[],
+            token_ids_logprobs=[],
+            positions=positions,
+        ).to(choices.dtype)
+        # A greedy request beside sampled ones: of tied maxima it takes the first, as it does alone.
+        greedy = torch.repeat_interleave(sampling_info.top_ks == 1, num_nodes, dim=0)
+        choices = torch.where(greedy, choices, drawn)
+        if tp_group is not None and tp_group.world_size > 1:
+            choices = choices.contiguous()
+            tp_group.broadcast(choices, src=0)
+    return choices.view(-1, num_nodes)

@@ -1,0 +1,122 @@
+"""DDTreeAlgorithm: what SGLang asks of a speculative algorithm, answered for DDTREE."""
+
+import dataclasses
+import logging
+from typing import Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sglang_ddtree import compat, requirements
+from sglang_ddtree.flags import ALGORITHM, config_of
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_RUNNING_REQUESTS = 48
+
+
+class DDTreeAlgorithm(CustomSpecAlgo):
+    """DDTREE as SGLang sees it: of the DFLASH family, with a verify width that differs from the draft's."""
+
+    def is_dflash_family(self) -> bool:
+        # Target layer capture, the draft's share of the KV memory and the stateful decode preparation.
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    def has_draft_kv(self) -> bool:
+        # The draft's keys share the target's slots; no branch owns pages of its own.
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def create_future_map(
+        self,
+        device: Any,
+        req_to_token_pool: Any,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> Any:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+    def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
+        # The draft's own copy of the arguments carries D, the target's carries N.
+        return num_draft_tokens
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Check the models, then fill in what the generic code reads. Mutates ``server_args``."""
+        config = config_of(server_args)
+        config = dataclasses.replace(config, block_size=requirements.check_models(server_args, config))
+        server_args._ddtree_config = config
+
+        # One step whose branching is the cap: only the sizes derived from these fields matter.
+        server_args.speculative_num_steps = 1
+        server_args.speculative_eagle_topk = 1 if config.shadow_linear else max(2, config.topk)
+        server_args.speculative_num_draft_tokens = config.verify_width
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+            logger.warning(
+                "DDTREE: --max-running-requests not given, using %d.", DEFAULT_MAX_RUNNING_REQUESTS
+            )
+        if server_args.enable_mixed_chunk:
+            server_args.enable_mixed_chunk = False
+            logger.warning("DDTREE: mixed chunked prefill is switched off.")
+        _switch_off_graphs_and_overlap(server_args)
+        if config.shadow_linear:
+            logger.info("DDTREE: shadow-linear mode is enabled: the chain is served, no tree is verified.")
+        logger.info(
+            "DDTREE: block size %d, verify width %d, %d candidates per position, at most %d drafts per round.",
+            config.block_size,
+            config.verify_width,
+            config.topk,
+            config.max_depth,
+        )
+
+    def create_worker(self, server_args: Any) -> type:
+        """The worker class, in the scheduler process: the one place where SGLang itself is hooked."""
+        from sglang_ddtree import activation
+
+        activation.activate()
+        return super().create_worker(server_args)
+
+
+def _switch_off_graphs_and_overlap(server_args: Any) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    # A verify graph captured without a mask would verify causally and still produce fluent text.
+    if server_args.cuda_graph_config.decode.backend != Backend.DISABLED:
+        server_args.cuda_graph_config.decode.backend = Backend.DISABLED
+        logger.warning("DDTREE: decode CUDA graphs are switched off in this version.")
+    if not server_args.disable_overlap_schedule:
+        server_args.disable_overlap_schedule = True
+        logger.warning("DDTREE: overlap scheduling is switched off in this version.")
+
+
+def _worker_class(server_args: Any) -> type:
+    from sglang.srt.speculative.ddtree_worker import DDTreeWorker
+
+    return DDTreeWorker
+
+
+def register() -> None:
+    """Register DDTREE with SGLang; an unsupported SGLang is reported when DDTREE is asked for."""
+    SpeculativeAlgorithm.register(
+        ALGORITHM,
+        # The worker drives SGLang's v2 schema; overlap itself is switched off in handle_server_args.
+        supports_overlap=True,
+        validate_server_args=lambda server_args: compat.check(),
+        spec_class=DDTreeAlgorithm,
+    )(_worker_class)
+
+
+

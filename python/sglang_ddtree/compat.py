@@ -1,0 +1,248 @@
+"""Every SGLang internal that DDTREE relies on, per supported version.
+
+One entry per name: the parameters we pass or take over (a subset of the signature is enough, so an added
+optional parameter does no harm), or None where only the name's existence matters.
+"""
+
+import importlib
+import inspect
+import pkgutil
+
+SUPPORTED_VERSIONS = ("0.5.17",)
+
+_Signature = tuple[str, ...] | None
+
+INTERNALS: dict[str, dict[str, _Signature]] = {
+    "0.5.17": {
+        # Arguments and registration.
+        "sglang.srt.server_args.ServerArgs.add_cli_args": ("parser",),
+        "sglang.srt.server_args.ServerArgs.from_cli_args": ("args",),
+        "sglang.srt.server_args.ServerArgs.get_model_config": ("self",),
+        "sglang.srt.server_args.ServerArgs.override": ("self", "source", "fields"),
+        "sglang.srt.speculative.spec_registry.CustomSpecAlgo.create_worker": ("self", "server_args"),
+        "sglang.srt.managers.overlap_utils.FutureMap": None,
+        "sglang.srt.model_executor.cuda_graph_config.Backend.DISABLED": None,
+        "sglang.srt.configs.hybrid_arch.mambaish_config": ("model_config",),
+        "sglang.srt.configs.hybrid_arch.mamba2_config": ("model_config",),
+        "sglang.srt.configs.hybrid_arch.hybrid_gdn_config": ("model_config",),
+        "sglang.srt.configs.hybrid_arch.kimi_linear_config": ("model_config",),
+        "sglang.srt.configs.hybrid_arch.hybrid_lightning_config": ("model_config",),
+        "sglang.srt.utils.hf_transformers_utils.get_config": (
+            "model",
+            "trust_remote_code",
+            "revision",
+            "model_override_args",
+        ),
+        "sglang.srt.speculative.dflash_utils.parse_dflash_draft_config": ("draft_hf_config",),
+        # Hooked while DDTREE runs.
+        "sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode": ("server_args",),
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": ("server_args",),
+        "sglang.srt.speculative.dflash_utils.validate_dflash_request": ("req", "enable_overlap"),
+        "sglang.srt.speculative.spec_info.create_dummy_verify_input": (
+            "spec_algorithm",
+            "server_args",
+            "custom_mask",
+            "num_tokens_per_req",
+            "is_draft_worker",
+        ),
+        # Attention on the CPU.
+        "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS": None,
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend": (
+            "self",
+            "q",
+            "k",
+            "v",
+            "layer",
+            "forward_batch",
+            "save_kv_cache",
+        ),
+        "sglang.srt.mem_cache.memory_pool.KVWriteLoc": None,
+        "sglang.srt.speculative.draft_worker_common._SUPPORTED_DRAFT_BACKENDS": None,
+        # The round.
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2": (
+            "server_args",
+            "gpu_id",
+            "ps",
+            "nccl_port",
+            "target_worker",
+        ),
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.forward_batch_generation": (
+            "self",
+            "batch",
+            "on_publish",
+            "grammar_barrier",
+        ),
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc": (
+            "self",
+            "target_hidden",
+            "cache_loc",
+            "positions",
+            "cache_loc_2d",
+            "commit_lens",
+        ),
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._make_next_draft_input_prefill": (
+            "self",
+            "bonus_tokens",
+            "seq_lens",
+        ),
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._make_next_draft_input_decode": (
+            "self",
+            "bonus_tokens",
+            "new_seq_lens",
+        ),
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._validate_phase1_sampling_support": (
+            "self",
+            "batch",
+        ),
+        "sglang.srt.speculative.dflash_info.DFlashVerifyInput.generate_attn_arg_prefill": (
+            "self",
+            "req_pool_indices",
+            "paged_kernel_lens",
+            "paged_kernel_lens_sum",
+            "req_to_token",
+        ),
+        "sglang.srt.speculative.dflash_info_v2.DFlashDraftInputV2": (
+            "topk_p",
+            "topk_index",
+            "bonus_tokens",
+            "new_seq_lens",
+            "hidden_states",
+        ),
+        "sglang.srt.speculative.eagle_info.EagleVerifyInput": (
+            "draft_token",
+            "custom_mask",
+            "positions",
+            "retrieve_index",
+            "retrieve_next_token",
+            "retrieve_next_sibling",
+            "retrieve_cum_len",
+            "spec_steps",
+            "topk",
+            "draft_token_num",
+            "capture_hidden_mode",
+            "seq_lens_sum",
+            "seq_lens_cpu",
+        ),
+        "sglang.srt.speculative.eagle_utils.eagle_prepare_for_verify": (
+            "verify_input",
+            "req_to_token_pool",
+            "batch",
+            "target_worker",
+        ),
+        "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode": ("batch",),
+        "sglang.srt.speculative.eagle_worker_common._compact_accept_to_front": (
+            "x",
+            "accept_index",
+            "bs",
+            "num_draft_tokens",
+        ),
+        "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache": (
+            "batch",
+            "accept_index",
+            "num_correct_drafts",
+            "token_to_kv_pool_allocator",
+        ),
+        "sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify": (
+            "target_worker",
+            "batch",
+            "accept_lens",
+            "accept_index",
+            "draft_token_num",
+        ),
+        "sglang.srt.speculative.spec_utils.GrammarTree.from_device": (
+            "retrieve_next_token",
+            "retrieve_next_sibling",
+            "draft_token",
+        ),
+        "sglang.srt.speculative.spec_utils.build_grammar_vocab_mask": (
+            "reqs",
+            "tree",
+            "sampling_info",
+            "device",
+            "barrier",
+        ),
+        "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func": (
+            "req_pool_indices",
+            "req_to_token",
+            "start_offset",
+            "end_offset",
+            "batch_size",
+            "draft_token_num",
+            "device",
+        ),
+        "sglang.srt.layers.sampler.Sampler.forward": (
+            "self",
+            "logits_output",
+            "sampling_info",
+            "return_logprob",
+            "top_logprobs_nums",
+            "token_ids_logprobs",
+            "positions",
+        ),
+        "sglang.srt.utils.async_probe.sanitize_nan_logits": None,
+        "sglang.srt.managers.scheduler.GenerationBatchResult": (
+            "logits_output",
+            "next_token_ids",
+            "accept_lens",
+            "can_run_cuda_graph",
+            "next_draft_input",
+            "speculative_num_draft_tokens",
+            "new_seq_lens",
+        ),
+    }
+}
+
+
+class UnsupportedSGLang(RuntimeError):
+    """The installed SGLang is not one that DDTREE knows."""
+
+    def __init__(self, reason: str):
+        supported = ", ".join(SUPPORTED_VERSIONS)
+        super().__init__(
+            f"DDTREE cannot start: {reason}. Supported SGLang versions: {supported}. "
+            f"Install one with: pip install sglang=={SUPPORTED_VERSIONS[0]}"
+        )
+
+
+def installed_version() -> str:
+    return str(importlib.import_module("sglang").__version__)
+
+
+def _parameters(found: object) -> set[str]:
+    return set(inspect.signature(found).parameters)  # type: ignore[arg-type]
+
+
+def problems(version: str) -> list[str]:
+    """Every internal of ``version`` that is missing or has another signature, in words."""
+    found_problems = []
+    for name, expected in INTERNALS[version].items():
+        try:
+            found = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            found_problems.append(f"{name} is missing ({error})")
+            continue
+        if expected is None:
+            continue
+        try:
+            # A hook wraps with functools.wraps, so the original's signature shows through.
+            lacking = set(expected) - {"self", "cls"} - _parameters(found)
+        except (TypeError, ValueError) as error:
+            found_problems.append(f"{name} has no readable signature ({error})")
+            continue
+        if lacking:
+            found_problems.append(f"{name} has no parameter {', '.join(sorted(lacking))}")
+    return found_problems
+
+
+def check() -> None:
+    """Check the installed SGLang.
+
+    Raises:
+        UnsupportedSGLang: names the version or every internal that does not match.
+    """
+    version = installed_version()
+    if version not in SUPPORTED_VERSIONS:
+        raise UnsupportedSGLang(f"SGLang {version} is installed")
+    found = problems(version)
+    if found:
+        raise UnsupportedSGLang(f"SGLang {version} differs from what was expected: " + "; ".join(found))

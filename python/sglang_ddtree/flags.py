@@ -1,0 +1,230 @@
+"""The flags ``--speculative-ddtree-*``: how they reach SGLang's parser, and their values.
+
+SGLang has no plugin flags: its parser is derived from the dataclass ``ServerArgs``. Three hooks add ours:
+after ``add_cli_args`` (so that ``--help`` and ``--config`` files know them), around ``from_cli_args`` (which
+forwards its own fields only) and around ``__init__`` (for ``sglang.Engine(speculative_ddtree_budget=...)``).
+The values travel as ``server_args._ddtree_config``, which copies and pickles along with the arguments.
+"""
+
+import argparse
+import contextvars
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+ALGORITHM = "DDTREE"
+# The widest tree the ancestor bit words and the device kernels are built for.
+MAX_BUDGET = 256
+_PREFIX = "speculative_ddtree_"
+
+
+@dataclasses.dataclass(frozen=True)
+class DDTreeConfig:
+    """What the four flags say; the drafter's block size joins once the checkpoint has been read."""
+
+    budget: int = 15
+    """Nodes drafted per round and request, the root not counted."""
+    topk_cap: int = 8
+    """Candidates kept per block position, at most ``budget`` of them are used."""
+    shadow_linear: bool = False
+    """Serve with a chain (DFLASH's linear verify) instead of the tree."""
+    allow_hybrid_unsafe: bool = False
+    """Let a hybrid target run tree verify although its state forking is not proven exact."""
+    block_size: int | None = None
+    """The drafter's block size D, None until it has been inferred."""
+
+    @property
+    def topk(self) -> int:
+        """Candidates per position K = min(cap, budget); a chain needs one."""
+        return 1 if self.shadow_linear else min(self.topk_cap, self.budget)
+
+    @property
+    def tree_budget(self) -> int:
+        """Nodes the served round drafts: the budget, or the whole chain in shadow-linear mode."""
+        return self.require_block_size() - 1 if self.shadow_linear else self.budget
+
+    @property
+    def verify_width(self) -> int:
+        """Tokens per request in the target's verify forward, N = budget + 1 (D for a chain)."""
+        return self.tree_budget + 1
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest node a round can hold, and so the most drafts it can commit."""
+        return min(self.require_block_size() - 1, self.tree_budget)
+
+    @property
+    def slots_per_round(self) -> int:
+        """KV slots a round may write per request: the draft's block or the verify width."""
+        return max(self.require_block_size(), self.verify_width)
+
+    def require_block_size(self) -> int:
+        assert self.block_size is not None, "the drafter's block size has not been inferred yet"
+        return self.block_size
+
+
+class FlagError(ValueError):
+    """A flag's value cannot be served; the message names flag, value and remedy."""
+
+
+def flag_name(field: str) -> str:
+    return "--" + (_PREFIX + field).replace("_", "-")
+
+
+def _integer(field: str, low: int, high: int | None = None) -> Callable[[Any], int]:
+    """A parser for an integer flag within [low, high]."""
+
+    def parse(value: Any) -> int:
+        expected = f"an integer of at least {low}" + (f" and at most {high}" if high else "")
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            number = int(str(value))
+        except ValueError:
+            raise FlagError(f"{flag_name(field)} must be {expected}, got {value!r}.") from None
+        if number < low or (high is not None and number > high):
+            raise FlagError(f"{flag_name(field)} must be {expected}, got {number}.")
+        return number
+
+    return parse
+
+
+def _boolean(field: str) -> Callable[[Any], bool]:
+    def parse(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise FlagError(f"{flag_name(field)} must be True or False, got {value!r}.")
+        return value
+
+    return parse
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "budget": _integer("budget", 1, MAX_BUDGET),
+    "topk_cap": _integer("topk_cap", 1),
+    "shadow_linear": _boolean("shadow_linear"),
+    "allow_hybrid_unsafe": _boolean("allow_hybrid_unsafe"),
+}
+DESTS = tuple(_PREFIX + field for field in _PARSERS)
+
+# Flags parsed by from_cli_args on their way to __init__ of the same call.
+_from_cli: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("ddtree_flags", default=None)
+
+
+def _argparse_type(field: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            return _PARSERS[field](text)
+        except FlagError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add the four flags; each defaults to None, so that a flag that was given can be told from one that was not."""
+    default = DDTreeConfig()
+    group = parser.add_argument_group("DDTree speculative decoding (--speculative-algorithm DDTREE)")
+    group.add_argument(
+        flag_name("budget"),
+        type=_argparse_type("budget"),
+        metavar="B",
+        help="DDTREE: nodes drafted per round and request, the root not counted; the target verifies B + 1 "
+        f"tokens a round. 1 to {MAX_BUDGET}, default {default.budget}.",
+    )
+    group.add_argument(
+        flag_name("topk_cap"),
+        type=_argparse_type("topk_cap"),
+        metavar="K",
+        help="DDTREE: candidate tokens kept per drafted position, at most the budget. "
+        f"Default {default.topk_cap}.",
+    )
+    group.add_argument(
+        flag_name("shadow_linear"),
+        action="store_true",
+        default=None,
+        help="DDTREE: verify DFLASH's chain instead of the tree. Safe on every target.",
+    )
+    group.add_argument(
+        flag_name("allow_hybrid_unsafe"),
+        action="store_true",
+        default=None,
+        help="DDTREE: run tree verify on a hybrid (recurrent + attention) target although its state forking "
+        "is not proven exact; the output may differ from the target's own.",
+    )
+
+
+def config_from(values: dict[str, Any]) -> DDTreeConfig:
+    """The validated config of flag values by dest name; None means "not given".
+
+    Raises:
+        FlagError: a value is out of range or of the wrong type.
+    """
+    fields = {}
+    for field, parse in _PARSERS.items():
+        value = values.get(_PREFIX + field)
+        if value is not None:
+            fields[field] = parse(value)
+    return DDTreeConfig(**fields)
+
+
+def config_of(server_args: Any) -> DDTreeConfig:
+    """The config that travels with ``server_args``.
+
+    Raises:
+        RuntimeError: the arguments were built where the plugin's hooks do not reach.
+    """
+    config = getattr(server_args, "_ddtree_config", None)
+    if config is None:
+        raise RuntimeError(
+            "DDTREE: these ServerArgs carry no DDTree configuration. Build them after "
+            "sglang.srt.plugins.load_plugins(), as launch_server and sglang.Engine do."
+        )
+    return config
+
+
+def _init_hook(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    given = dict(_from_cli.get() or {})
+    for dest in DESTS:
+        if dest in kwargs:
+            given[dest] = kwargs.pop(dest)
+    given = {dest: value for dest, value in given.items() if value is not None}
+    bound = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
+    if str(bound.get("speculative_algorithm") or "").upper() == ALGORITHM:
+        from sglang_ddtree import requirements
+
+        config = config_from(given)
+        fields = {**dict(bound), "speculative_algorithm": ALGORITHM}
+        fields.pop("self", None)
+        requirements.check_fields(fields, config)
+        kwargs.update(requirements.defaults_for(fields))
+        self._ddtree_config = config
+    elif given:
+        names = ", ".join("--" + dest.replace("_", "-") for dest in given)
+        raise FlagError(
+            f"{names} needs --speculative-algorithm {ALGORITHM}, got "
+            f"{bound.get('speculative_algorithm')!r}. Add the algorithm or drop the flag."
+        )
+    original(self, *args, **kwargs)
+
+
+def _from_cli_args_hook(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    token = _from_cli.set({dest: getattr(args, dest, None) for dest in DESTS})
+    try:
+        return original(cls, args)
+    finally:
+        _from_cli.reset(token)
+
+
+def _add_cli_args_hook(result: Any, parser: argparse.ArgumentParser) -> None:
+    add_cli_args(parser)
+
+
+def install() -> None:
+    """Register the three hooks; SGLang applies them when every plugin has been loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    args = "sglang.srt.server_args.ServerArgs"
+    HookRegistry.register(f"{args}.add_cli_args", _add_cli_args_hook, HookType.AFTER)
+    HookRegistry.register(f"{args}.from_cli_args", _from_cli_args_hook, HookType.AROUND)
+    HookRegistry.register(f"{args}.__init__", _init_hook, HookType.AROUND)

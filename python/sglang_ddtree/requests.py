@@ -1,0 +1,29 @@
+"""Which requests DDTREE serves; the others get HTTP 400 with the reason, never a silently different answer."""
+
+from typing import Any
+
+_REMEDY = "Drop it, or use a server without speculation"
+
+
+def refusal(req: Any) -> str | None:
+    """Why ``req`` (an ``sglang`` scheduler ``Req``) cannot be served, None if it can.
+
+    Penalties, ``min_new_tokens`` and custom logit processors depend on the tokens before a node, which differ
+    from branch to branch; SGLang's verify applies one value to the whole tree, so they are refused here.
+    """
+    params = req.sampling_params
+    asked = {
+        "logprobs": req.return_logprob,
+        "return_hidden_states": req.return_hidden_states,
+        "frequency_penalty": params.frequency_penalty != 0.0,
+        "presence_penalty": params.presence_penalty != 0.0,
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "min_new_tokens": params.min_new_tokens > 0,
+        "custom_logit_processor": req.custom_logit_processor is not None,
+        "return_sampling_mask": getattr(req, "return_sampling_mask", False),
+        "multimodal inputs": req.multimodal_inputs is not None,
+    }
+    for name, present in asked.items():
+        if present:
+            return f"DDTREE speculative decoding does not support {name} yet. {_REMEDY}."
+    return None

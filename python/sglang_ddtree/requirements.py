@@ -1,0 +1,254 @@
+"""What DDTREE can be started with: defaults it fills in, and every combination it refuses.
+
+Two stages: :func:`check_fields` looks at the arguments as given, before SGLang resolves them, so that the
+first error names what the user typed; :func:`check_models` looks at the two checkpoints.
+"""
+
+import logging
+import os
+from typing import Any
+
+from sglang_ddtree.flags import DDTreeConfig, FlagError, flag_name
+
+logger = logging.getLogger(__name__)
+
+GPU_BACKENDS = ("triton", "flashinfer")
+CPU_BACKENDS = ("torch_native",)
+_REMEDY_CHAIN = f"or serve the chain with {flag_name('shadow_linear')}"
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def on_cpu(fields: dict[str, Any]) -> bool:
+    """Whether the server will run on the CPU: asked for, or nothing else is there."""
+    device = fields.get("device")
+    return device == "cpu" or (device in (None, "auto") and not has_gpu())
+
+
+def backends_for(fields: dict[str, Any]) -> tuple[str, ...]:
+    return CPU_BACKENDS if on_cpu(fields) else GPU_BACKENDS
+
+
+def defaults_for(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields that SGLang would resolve to something DDTREE cannot use, set beforehand."""
+    chosen: dict[str, Any] = {}
+    backend_flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    if all(fields.get(name) is None for name in backend_flags):
+        chosen["attention_backend"] = backends_for(fields)[0]
+        logger.info("DDTREE: --attention-backend not given, using %s", chosen["attention_backend"])
+    if on_cpu(fields):
+        chosen["device"] = "cpu"
+        chosen["disable_overlap_schedule"] = True
+        if fields.get("page_size") is None:
+            chosen["page_size"] = 1
+    return chosen
+
+
+def _refuse(flag: str, got: Any, reason: str, remedy: str) -> None:
+    raise FlagError(f"DDTREE does not support {flag} {got}: {reason}. {remedy}.")
+
+
+def check_fields(fields: dict[str, Any], config: DDTreeConfig) -> None:
+    """Refuse what no model could make work.
+
+    Args:
+        fields: constructor arguments of ``ServerArgs`` as the user gave them, by field name.
+        config: the four DDTree flags.
+    Raises:
+        FlagError: names the flag, its value and the remedy.
+    """
+    get = fields.get
+    if not get("speculative_draft_model_path"):
+        raise FlagError(
+            "DDTREE needs --speculative-draft-model-path, got none. Give the path or name of a DFlash "
+            "drafter for this target, e.g. z-lab/Qwen3-8B-DFlash-b16 for Qwen/Qwen3-8B."
+        )
+    if str(get("device") or "cuda").split(":")[0] not in ("cuda", "cpu", "auto"):
+        _refuse("--device", get("device"), "it runs on NVIDIA GPUs and on the CPU", "Use cuda or cpu")
+    allowed = backends_for(fields)
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if get(name) is not None and get(name) not in allowed:
+            _refuse(
+                "--" + name.replace("_", "-"),
+                get(name),
+                "only backends that apply a tree's ancestor mask can verify it"
+                + (" (this server runs on the CPU)" if on_cpu(fields) else ""),
+                f"Use --attention-backend {' or '.join(allowed)}",
+            )
+    if int(get("pp_size") or 1) != 1:
+        _refuse("--pp-size", get("pp_size"), "drafting needs every target layer on one rank", "Use --tp-size")
+    if get("enable_dp_attention"):
+        _refuse("--enable-dp-attention", "", "idle ranks have no tree to verify", "Use --tp-size or plain --dp-size")
+    if (get("disaggregation_mode") or "null") != "null":
+        _refuse(
+            "--disaggregation-mode",
+            get("disaggregation_mode"),
+            "the drafter's KV cache is not transferred between servers",
+            "Serve prefill and decode from one server",
+        )
+    if get("enable_lora") or get("lora_paths"):
+        _refuse("--enable-lora/--lora-paths", "", "the drafter knows only the base target", "Drop LoRA or DDTREE")
+    if int(get("tokenizer_worker_num") or 1) > 1:
+        _refuse(
+            "--tokenizer-worker-num",
+            get("tokenizer_worker_num"),
+            "SGLang loads no plugins in the extra HTTP workers",
+            "Use --tokenizer-worker-num 1",
+        )
+    if get("speculative_draft_window_size") is not None:
+        _refuse(
+            "--speculative-draft-window-size",
+            get("speculative_draft_window_size"),
+            "the compact draft cache is not implemented for trees",
+            "Drop the flag",
+        )
+    if get("speculative_adaptive"):
+        _refuse("--speculative-adaptive", "", "the verify width is fixed by the budget", "Drop the flag")
+    if str(get("kv_cache_dtype") or "auto") not in ("auto", "bfloat16", "bf16", "float16", "float32"):
+        _refuse(
+            "--kv-cache-dtype",
+            get("kv_cache_dtype"),
+            "tree verify with a quantised KV cache has not been proven exact",
+            "Use --kv-cache-dtype auto",
+        )
+    for name in ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"):
+        if get(name) is not None:
+            _refuse(
+                "--" + name.replace("_", "-"),
+                get(name),
+                "the tree's size follows from its own flags",
+                f"Use {flag_name('budget')} and {flag_name('topk_cap')}",
+            )
+    if on_cpu(fields) and int(get("page_size") or 1) != 1:
+        _refuse("--page-size", get("page_size"), "SGLang's paged allocator needs a GPU", "Use --page-size 1")
+    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0:
+        _refuse(
+            "SGLANG_SIMULATE_ACC_LEN",
+            os.environ["SGLANG_SIMULATE_ACC_LEN"],
+            "simulated acceptance is not implemented for trees",
+            "Unset the variable",
+        )
+    if get("speculative_dflash_block_size") is not None and int(fields["speculative_dflash_block_size"]) < 2:
+        _refuse(
+            "--speculative-dflash-block-size",
+            get("speculative_dflash_block_size"),
+            "a block holds the last token and at least one draft",
+            "Use 2 or more, or drop the flag to read it from the drafter",
+        )
+
+
+def recurrent_layer_type(model_config: Any) -> str | None:
+    """The kind of recurrent layer of a hybrid target, None for attention only."""
+    from sglang.srt.configs import hybrid_arch
+
+    kinds = (
+        ("gated delta rule (GDN)", hybrid_arch.hybrid_gdn_config),
+        ("Mamba2 or short convolution", hybrid_arch.mamba2_config),
+        ("Kimi delta attention (KDA)", hybrid_arch.kimi_linear_config),
+        ("Lightning attention", hybrid_arch.hybrid_lightning_config),
+        ("recurrent", hybrid_arch.mambaish_config),
+    )
+    for name, find in kinds:
+        if find(model_config) is not None:
+            return name
+    return None
+
+
+def load_draft_config(server_args: Any) -> Any:
+    """The drafter's Hugging Face config.
+
+    Raises:
+        FlagError: the path or the config cannot be read.
+    """
+    import json
+
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    path = server_args.speculative_draft_model_path
+    try:
+        return get_config(
+            path,
+            trust_remote_code=server_args.trust_remote_code,
+            revision=server_args.speculative_draft_model_revision,
+            model_override_args=json.loads(server_args.json_model_override_args),
+        )
+    except Exception as error:
+        raise FlagError(
+            f"DDTREE cannot read the drafter's config from --speculative-draft-model-path {path}: "
+            f"{type(error).__name__}: {error}. Give a folder or a hub name of a DFlash checkpoint."
+        ) from error
+
+
+def check_models(server_args: Any, config: DDTreeConfig) -> int:
+    """Check that target and drafter fit each other and the flags.
+
+    Returns:
+        The drafter's block size D, inferred as DFLASH does: the flag, the checkpoint, else 16.
+    Raises:
+        FlagError: names flag, value and remedy.
+    """
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    path = server_args.speculative_draft_model_path
+    where = f"--speculative-draft-model-path {path}"
+    draft = load_draft_config(server_args)
+    names = list(getattr(draft, "architectures", None) or [])
+    if not any("dflash" in name.lower() for name in names):
+        raise FlagError(
+            f"DDTREE needs a DFlash drafter, but {where} holds {names or 'no architecture'}. "
+            "Give a checkpoint whose config.json names DFlashDraftModel."
+        )
+    parsed = parse_dflash_draft_config(draft_hf_config=draft)
+    target = server_args.get_model_config()
+    text = target.hf_text_config
+    if int(draft.hidden_size) != int(text.hidden_size):
+        raise FlagError(
+            f"{where} has hidden_size {draft.hidden_size}, the target {server_args.model_path} has "
+            f"{text.hidden_size}. Use the drafter that was trained for this target."
+        )
+    layers = int(text.num_hidden_layers)
+    ids = parsed.target_layer_ids
+    if ids is not None and not all(0 <= int(i) < layers for i in ids):
+        raise FlagError(
+            f"{where} reads target layers {list(ids)}, but the target {server_args.model_path} has layers 0 to "
+            f"{layers - 1}. Use the drafter that was trained for this target."
+        )
+    if config.topk_cap > target.vocab_size:
+        raise FlagError(
+            f"{flag_name('topk_cap')} must be at most the vocabulary's {target.vocab_size} tokens, "
+            f"got {config.topk_cap}."
+        )
+    asked = server_args.speculative_dflash_block_size
+    block_size = int(asked) if asked is not None else parsed.resolve_block_size(default=16)
+    if block_size is None or int(block_size) < 2:
+        raise FlagError(f"{where} has block_size {block_size}: a block holds the last token and at least one draft.")
+    if not config.shadow_linear:
+        _check_tree_target(server_args, target, config)
+    return int(block_size)
+
+
+def _check_tree_target(server_args: Any, target: Any, config: DDTreeConfig) -> None:
+    """Refuse targets whose layers a tree verify would compute wrongly."""
+    kind = recurrent_layer_type(target)
+    if kind is not None and not config.allow_hybrid_unsafe:
+        raise FlagError(
+            f"DDTREE: the target {server_args.model_path} has recurrent layers of type {kind}, whose state a tree "
+            f"can corrupt. {flag_name('shadow_linear')} serves DFLASH's chain, which is always safe; "
+            f"{flag_name('allow_hybrid_unsafe')} runs the tree anyway, and its output may differ from the target's own."
+        )
+    if kind is not None:
+        logger.warning(
+            "DDTREE: tree verify on a hybrid target (%s) because of %s: the output is not proven exact.",
+            kind,
+            flag_name("allow_hybrid_unsafe"),
+        )
+    windowed = getattr(target, "is_hybrid_swa", False) or getattr(target, "sliding_window_size", None)
+    if windowed and not on_cpu({"device": server_args.device}):
+        raise FlagError(
+            f"DDTREE: the target {server_args.model_path} uses sliding-window attention, and SGLang's backends count "
+            f"the window by node instead of by position. Serve it without speculation {_REMEDY_CHAIN}."
+        )
