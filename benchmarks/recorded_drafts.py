@@ -174,9 +174,7 @@ def rounds_per_prompt(recorded: Recorded, accepted: np.ndarray) -> np.ndarray:
     return np.array(rounds)
 
 
-def committed_tokens_per_round(
-    recorded: Recorded, budget: int, topk_cap: int, chain: bool = False
-) -> dict[str, float]:
+def committed_tokens_per_round(recorded: Recorded, budget: int, topk_cap: int, chain: bool = False) -> dict[str, float]:
     """Committed tokens per round (accepted drafts and the bonus), per set and for "all".
 
     Args:
@@ -216,9 +214,7 @@ def markdown_table(recorded: Recorded, budgets: list[int], topk_cap: int) -> str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder with top16.npz and meta.npz, or a sample's npz")
     parser.add_argument("--budgets", type=int, nargs="+", default=[7, 15, 31, 63])
     parser.add_argument("--topk-cap", type=int, default=8)

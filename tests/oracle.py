@@ -36,9 +36,9 @@ class OracleResult:
     """What one request generated.
 
     token_ids: the new tokens, cut after the first of `eos_ids` (which is kept) and at `max_new_tokens`.
-    committed_per_round: for each verify round, accepted drafts + 1, before any such cut. The first token comes
-        from the prefill and belongs to no round, so 1 + sum(committed_per_round) >= len(token_ids); tau is the
-        mean of this list.
+    committed_per_round: for each verify round, accepted drafts + 1, before any such cut. The first token
+        comes from the prefill and belongs to no round, so 1 + sum(committed_per_round) >= len(token_ids).
+        tau is the mean of this list.
     """
 
     token_ids: list[int]
@@ -90,7 +90,7 @@ class DFlashDrafter:
         self.block_size: int = dflash.get("block_size") or config["block_size"]
         self.mask_token_id: int = dflash["mask_token_id"]
         self.target_layer_ids: list[int] = dflash["target_layer_ids"]
-        # The last layer's own output is not among the target's hidden_states: there the final norm is applied.
+        # The last layer's output is not among the target's hidden_states: that entry has the final norm.
         last = target.config.num_hidden_layers - 1
         if not all(0 <= i < last for i in self.target_layer_ids):
             raise ValueError(f"target_layer_ids must be in 0..{last - 1}, got {self.target_layer_ids}")
@@ -110,10 +110,11 @@ class DFlashDrafter:
         y = F.linear(x, self.weights[f"layers.{layer}.self_attn.{name}.weight"])
         return y.view(-1, heads, self.head_dim).transpose(0, 1)
 
-    def keys_values(
-        self, layer: int, x: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (normalised per head, then rotated) and values of x: [tokens, hidden], each [kv_heads, tokens, d]."""
+    def keys_values(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (normalised per head, then rotated) and values, each [kv_heads, tokens, head_dim].
+
+        x: [tokens, hidden]; positions: int64 [tokens].
+        """
         k = self.project(layer, "k_proj", x, self.kv_heads)
         k = rms_norm(k, self.weights[f"layers.{layer}.self_attn.k_norm.weight"], self.eps)
         return rotate(k, positions, self.theta), self.project(layer, "v_proj", x, self.kv_heads)
@@ -121,8 +122,8 @@ class DFlashDrafter:
     def append_context(self, hidden_states: tuple[torch.Tensor, ...]) -> None:
         """Add committed tokens to the cache.
 
-        hidden_states: as a transformers model returns them for these tokens, each float32 [1, tokens, hidden];
-        entry 0 is the embedding, so the output of layer i is entry i + 1.
+        hidden_states: as a transformers model returns them for these tokens, each float32
+            [1, tokens, hidden]. Entry 0 is the embedding, so the output of layer i is entry i + 1.
         """
         features = torch.cat([hidden_states[i + 1][0] for i in self.target_layer_ids], dim=-1)
         context = F.linear(features, self.weights["fc.weight"])
@@ -136,7 +137,10 @@ class DFlashDrafter:
             self.values[layer] = torch.cat([self.values[layer], v], dim=1)
 
     def log_probs(self, root: int) -> torch.Tensor:
-        """Draft one block after the cached context: float32 [D - 1, vocabulary], row i for block position i + 1."""
+        """Draft one block after the cached context; the cache is left as it was.
+
+        Returns float32 [D - 1, vocabulary], normalised over the vocabulary; row i: block position i + 1.
+        """
         w = self.weights
         block = torch.tensor([root] + [self.mask_token_id] * (self.block_size - 1))
         start = self.keys[0].shape[1]
@@ -150,9 +154,7 @@ class DFlashDrafter:
             k, v = self.keys_values(layer, h, positions)
             # No mask: every row of the block sees the whole context and the whole block.
             k = torch.cat([self.keys[layer], k], dim=1).repeat_interleave(self.heads // self.kv_heads, dim=0)
-            v = torch.cat([self.values[layer], v], dim=1).repeat_interleave(
-                self.heads // self.kv_heads, dim=0
-            )
+            v = torch.cat([self.values[layer], v], dim=1).repeat_interleave(self.heads // self.kv_heads, dim=0)
             weights = torch.softmax(q @ k.transpose(1, 2) * self.head_dim**-0.5, dim=-1)
             attended = (weights @ v).transpose(0, 1).reshape(self.block_size, -1)
             x = x + F.linear(attended, w[prefix + "self_attn.o_proj.weight"])
@@ -179,7 +181,7 @@ def load_drafter(path: str | Path, target: PreTrainedModel) -> DFlashDrafter:
 
 @dataclass
 class Tree:
-    """tokens, parents and depths of all nodes; node 0 is the root (parent -1), and a parent precedes its child."""
+    """Tokens, parents and depths of all nodes; node 0 is the root (parent -1), parents precede children."""
 
     tokens: list[int]
     parents: list[int]
@@ -254,9 +256,7 @@ class Target:
         """Append tokens causally: (logits [tokens, vocabulary], hidden_states, each [1, tokens, hidden])."""
         ids = torch.tensor([tokens])
         positions = torch.arange(self.length, self.length + len(tokens))[None]
-        out = self.model(
-            input_ids=ids, position_ids=positions, past_key_values=self.cache, output_hidden_states=True
-        )
+        out = self.model(input_ids=ids, position_ids=positions, past_key_values=self.cache, output_hidden_states=True)
         return out.logits[0], out.hidden_states
 
     def verify(self, tree: Tree) -> list[int]:
@@ -282,7 +282,7 @@ class Target:
 
 
 def walk(tree: Tree, choices: list[int]) -> tuple[list[int], int]:
-    """Follow the target's choices from the root: (accepted nodes, the token chosen where the walk stopped)."""
+    """Follow the target's choices from the root: (accepted nodes, the choice where the walk stopped)."""
     accepted, node = [], 0
     while True:
         children = [c for c in range(len(tree.tokens)) if tree.parents[c] == node]
@@ -297,7 +297,7 @@ def walk(tree: Tree, choices: list[int]) -> tuple[list[int], int]:
 
 
 def truncate(tokens: list[int], max_new_tokens: int, eos_ids: Iterable[int]) -> tuple[list[int], bool]:
-    """Cut after the first end-of-sequence token and at max_new_tokens: (tokens, whether generation is over)."""
+    """Cut after the first end-of-sequence token and at max_new_tokens: (tokens, is generation over)."""
     stops = set(eos_ids)
     for i, token in enumerate(tokens[:max_new_tokens]):
         if token in stops:
@@ -356,7 +356,7 @@ def generate_chain(
     eos_ids: Iterable[int] = (),
     num_drafts: int | None = None,
 ) -> OracleResult:
-    """DFlash as it is: the drafter's first choice at each position, `num_drafts` of them (default: all D - 1)."""
+    """DFlash as it is: the drafter's first choice at `num_drafts` positions (default: at all D - 1)."""
     return _generate(
         target,
         drafter,

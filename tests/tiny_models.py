@@ -46,7 +46,13 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def make_target(
-    folder: Path, kind: str = "qwen3", *, layers: int = 4, seed: int = 0, context: int = 512, scale: float = 4.0
+    folder: Path,
+    kind: str = "qwen3",
+    *,
+    layers: int = 4,
+    seed: int = 0,
+    context: int = 512,
+    scale: float = 4.0,
 ) -> Path:
     """A random target with a tokenizer.
 

@@ -74,7 +74,7 @@ def _use_torch_tree_mask() -> None:
     """Serve ``torch_native`` with the tree-capable backend, for target and drafter."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_tree_mask import TorchTreeMaskAttnBackend
-    from sglang.srt.speculative import draft_worker_common
+    import sglang.srt.speculative.draft_worker_common as draft_worker_common
 
     ATTENTION_BACKENDS["torch_native"] = TorchTreeMaskAttnBackend
     supported = draft_worker_common._SUPPORTED_DRAFT_BACKENDS

@@ -65,9 +65,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         server_args.speculative_num_draft_tokens = config.verify_width
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
-            logger.warning(
-                "DDTREE: --max-running-requests not given, using %d.", DEFAULT_MAX_RUNNING_REQUESTS
-            )
+            logger.warning("DDTREE: --max-running-requests not given, using %d.", DEFAULT_MAX_RUNNING_REQUESTS)
         if server_args.enable_mixed_chunk:
             server_args.enable_mixed_chunk = False
             logger.warning("DDTREE: mixed chunked prefill is switched off.")
@@ -117,6 +115,3 @@ def register() -> None:
         validate_server_args=lambda server_args: compat.check(),
         spec_class=DDTreeAlgorithm,
     )(_worker_class)
-
-
-

@@ -136,8 +136,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         flag_name("topk_cap"),
         type=_argparse_type("topk_cap"),
         metavar="K",
-        help="DDTREE: candidate tokens kept per drafted position, at most the budget. "
-        f"Default {default.topk_cap}.",
+        help=f"DDTREE: candidate tokens kept per drafted position, at most the budget. Default {default.topk_cap}.",
     )
     group.add_argument(
         flag_name("shadow_linear"),

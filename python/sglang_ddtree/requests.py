@@ -11,7 +11,10 @@ def refusal(req: Any) -> str | None:
     Penalties, ``min_new_tokens`` and custom logit processors depend on the tokens before a node, which differ
     from branch to branch; SGLang's verify applies one value to the whole tree, so they are refused here.
     """
+    from sglang_ddtree.requirements import has_gpu
+
     params = req.sampling_params
+    grammar = any(getattr(params, name, None) for name in ("json_schema", "regex", "ebnf", "structural_tag"))
     asked = {
         "logprobs": req.return_logprob,
         "return_hidden_states": req.return_hidden_states,
@@ -22,6 +25,8 @@ def refusal(req: Any) -> str | None:
         "custom_logit_processor": req.custom_logit_processor is not None,
         "return_sampling_mask": getattr(req, "return_sampling_mask", False),
         "multimodal inputs": req.multimodal_inputs is not None,
+        # SGLang's grammar backends apply their masks with GPU kernels.
+        "structured output on the CPU": grammar and not has_gpu(),
     }
     for name, present in asked.items():
         if present:

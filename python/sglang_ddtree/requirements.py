@@ -82,7 +82,12 @@ def check_fields(fields: dict[str, Any], config: DDTreeConfig) -> None:
     if int(get("pp_size") or 1) != 1:
         _refuse("--pp-size", get("pp_size"), "drafting needs every target layer on one rank", "Use --tp-size")
     if get("enable_dp_attention"):
-        _refuse("--enable-dp-attention", "", "idle ranks have no tree to verify", "Use --tp-size or plain --dp-size")
+        _refuse(
+            "--enable-dp-attention",
+            "",
+            "idle ranks have no tree to verify",
+            "Use --tp-size or plain --dp-size",
+        )
     if (get("disaggregation_mode") or "null") != "null":
         _refuse(
             "--disaggregation-mode",

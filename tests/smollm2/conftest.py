@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-# `import oracle` must work however pytest was started.
-if str(ROOT / "tests") not in sys.path:
-    sys.path.insert(0, str(ROOT / "tests"))
-
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "smollm2: needs SmolLM2-135M-Instruct (a 93 MB download at first use)")

@@ -64,9 +64,7 @@ def test_best_first_tree_takes_the_best_of_all_paths():
     """Against every path of a small case, sorted: no heap, no search."""
     rng = np.random.default_rng(0)
     depth, vocabulary, budget, cap = 4, 7, 12, 3
-    log_probs = torch.log_softmax(
-        torch.tensor(rng.normal(size=(depth, vocabulary)) * 2, dtype=torch.float32), -1
-    )
+    log_probs = torch.log_softmax(torch.tensor(rng.normal(size=(depth, vocabulary)) * 2, dtype=torch.float32), -1)
     tree = oracle.best_first_tree(5, log_probs, budget, cap)
 
     best = [sorted(row, reverse=True)[:cap] for row in log_probs.numpy()]

@@ -147,9 +147,7 @@ def test_fill_accept_out_cache_loc(seed, bs):
     slots = [rng.randrange(10**6) for _ in range(bs * nodes)]
     expected = [slots[node] for row in accept_index for node in row if node != -1]
     out = torch.full((bs * width,), UNTOUCHED, dtype=torch.int64)
-    kernels.fill_accept_out_cache_loc_cpu(
-        torch.tensor(accept_index, dtype=torch.int32), torch.tensor(slots), out
-    )
+    kernels.fill_accept_out_cache_loc_cpu(torch.tensor(accept_index, dtype=torch.int32), torch.tensor(slots), out)
     assert out.tolist() == expected + [UNTOUCHED] * (bs * width - len(expected))
 
 
@@ -161,11 +159,7 @@ def test_rotate_input_ids(lengths, with_select_index):
     starts = [sum(lengths[:b]) for b in range(len(lengths))]
     new_tokens = [1000 + b for b in range(len(lengths))]
     last = [start + max(length - 1, 0) for start, length in zip(starts, lengths, strict=True)]
-    places = (
-        [rng.randint(start, end) for start, end in zip(starts, last, strict=True)]
-        if with_select_index
-        else last
-    )
+    places = [rng.randint(start, end) for start, end in zip(starts, last, strict=True)] if with_select_index else last
 
     expected = list(tokens)
     for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -191,9 +185,7 @@ def test_rotate_input_ids(lengths, with_select_index):
 def test_copy_all_layer_kv_cache(seed, heads_dim, dtype):
     generator = torch.Generator().manual_seed(seed)
     num_slots = 12
-    buffers = [
-        torch.randint(0, 200, (num_slots, *heads_dim), generator=generator).to(dtype) for _ in range(3)
-    ]
+    buffers = [torch.randint(0, 200, (num_slots, *heads_dim), generator=generator).to(dtype) for _ in range(3)]
     # A buffer whose rows have another width, as V may have.
     buffers.append(torch.randint(0, 200, (num_slots, 5), generator=generator).to(dtype))
     # Targets overlap the sources: a cycle, a shift, a slot onto itself.
@@ -443,17 +435,57 @@ def test_verify_tree_greedy(seed, bs, max_visited):
 
 
 def test_missing_kernels_say_so_and_probes_fail():
-    with pytest.raises(
-        NotImplementedError, match="this machine has no GPU: merge_state_v2 has no CPU stand-in"
-    ):
+    with pytest.raises(NotImplementedError, match="this machine has no GPU: merge_state_v2 has no CPU stand-in"):
         kernels.merge_state_v2(1, scale=2)
     with pytest.raises(NotImplementedError, match="bit-packed mask"):
         kernels.build_tree_kernel_efficient_cpu(*[None] * 8, 1, 1, 2, 2)
+    with pytest.raises(NotImplementedError, match="fused_sigmoid_mul_cpu has no CPU stand-in"):
+        torch.ops.sgl_kernel.fused_sigmoid_mul_cpu(1)
     # SGLang takes the presence of these for a feature.
     for name in ("causal_conv1d_fwd", "causal_conv1d_update", "rmsnorm", "silu_and_mul", "fused_experts"):
         assert not hasattr(kernels, name)
     for submodule in ("allreduce", "scalar_type", "flash_attn"):
         assert importlib.util.find_spec(f"{kernels.__name__}.{submodule}") is None
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({}, True),
+        ({"__init__.py": "from . import helper\nraise ImportError('libcuda.so.1')", "helper.py": ""}, True),
+        ({"__init__.py": "from . import helper\nraise OSError('no driver')", "helper.py": ""}, True),
+        ({"__init__.py": "from . import helper", "helper.py": ""}, False),
+    ],
+    ids=["absent", "ImportError", "OSError", "works"],
+)
+def test_needs_stand_ins(files, expected, tmp_path, monkeypatch):
+    cpu = load_package("_cpu_under_test", SITE.parent)
+    for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
+        monkeypatch.delitem(sys.modules, name)
+    # Of an installed sgl_kernel nothing may be found, so the search path is only the test's own folder.
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: False)
+    attempts = tmp_path / "attempts"
+    for name, text in files.items():
+        (tmp_path / "sgl_kernel").mkdir(exist_ok=True)
+        (tmp_path / "sgl_kernel" / name).write_text(text)
+    if files:
+        source = tmp_path / "sgl_kernel" / "__init__.py"
+        source.write_text(f"open({str(attempts)!r}, 'a').write('x')\n" + source.read_text())
+
+    assert cpu.needs_stand_ins() is expected
+    assert cpu.needs_stand_ins() is expected
+    left = {name for name in sys.modules if name.split(".")[0] == "sgl_kernel"}
+    assert left == (set() if expected else {"sgl_kernel", "sgl_kernel.helper"})
+    assert (len(attempts.read_text()) if files else 0) == bool(files)
+    for name in left:
+        del sys.modules[name]
+
+
+def test_an_accelerator_needs_no_stand_ins(monkeypatch):
+    cpu = load_package("_cpu_under_test", SITE.parent)
+    monkeypatch.setattr(cpu, "has_accelerator", lambda: True)
+    assert cpu.needs_stand_ins() is False
 
 
 CHILD = """
@@ -464,7 +496,8 @@ def report(queue):
     import torch
     import sgl_kernel
     announces_amx = hasattr(torch.ops.sgl_kernel, "convert_weight_packed")
-    queue.put((sgl_kernel.__file__, os.environ["SGLANG_USE_CPU_ENGINE"], sys.path[0], announces_amx))
+    settings = [os.environ[name] for name in ("SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH")]
+    queue.put((sgl_kernel.__file__, *settings, sys.path[0], announces_amx))
 """
 
 PARENT = """
@@ -472,6 +505,7 @@ import importlib.util, multiprocessing, os, sys, types
 
 if __name__ == "__main__":
     os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
+    os.environ["SGLANG_NCCL_SO_PATH"] = "the user's own"
     spec = importlib.util.spec_from_file_location("cpu", sys.argv[1])
     cpu = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cpu)
@@ -507,4 +541,5 @@ def test_install_reaches_spawned_processes(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("REPORT"))
-    assert line.split("|")[1:] == [str(SITE / "sgl_kernel" / "__init__.py"), "1", str(SITE), "False"]
+    stand_in = str(SITE / "sgl_kernel" / "__init__.py")
+    assert line.split("|")[1:] == [stand_in, "1", "the user's own", str(SITE), "False"]

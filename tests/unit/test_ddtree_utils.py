@@ -407,9 +407,7 @@ def test_tree_positions_and_global_links():
     assert positions.tolist() == [[10, 11, 11, 12], [0, 1, 2, 0]]
     links = u.link_children(torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, -1]]))
     assert u.global_links(*links).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(
-        ValueError, match=r"next_sibling must have the shape of first_child, \[2, 4\], got \[2, 3\]"
-    ):
+    with pytest.raises(ValueError, match=r"next_sibling must have the shape of first_child, \[2, 4\], got \[2, 3\]"):
         u.global_links(links[0], links[1][:, :3])
 
 
@@ -574,9 +572,7 @@ def test_sample_choices_stays_in_the_support(seed, vocab):
 
 
 def test_greedy_choices_takes_the_first_maximum():
-    logits = torch.tensor(
-        [[1.0, 3.0, 3.0, 2.0], [-math.inf, -math.inf, -math.inf, -math.inf], [0.0, 0.0, 1.0, 1.0]]
-    )
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-math.inf, -math.inf, -math.inf, -math.inf], [0.0, 0.0, 1.0, 1.0]])
     assert u.greedy_choices(logits).tolist() == [1, 0, 2]
 
 

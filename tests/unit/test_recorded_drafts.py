@@ -39,9 +39,7 @@ def test_committed_tokens_per_round(recorded, budget, cap, chain, expected):
 
 def test_replay_matches_a_plain_loop_over_heap_trees(recorded):
     budget, cap = 15, 8
-    rounds = recorded_drafts.rounds_per_prompt(
-        recorded, recorded_drafts.accepted_per_row(recorded, budget, cap)
-    )
+    rounds = recorded_drafts.rounds_per_prompt(recorded, recorded_drafts.accepted_per_row(recorded, budget, cap))
     token_begin, row_begin = 0, 0
     for prompt in range(len(recorded.lens)):
         text = recorded.ids[token_begin : token_begin + recorded.lens[prompt]].tolist()

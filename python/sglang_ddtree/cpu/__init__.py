@@ -1,10 +1,10 @@
 """Run SGLang's CPU engine from wheels that were built for a GPU.
 
-SGLang's CPU code imports some thirteen functions from ``sgl_kernel``. The wheel that pip installs was built
-for CUDA: without a CUDA driver its import fails, and it holds no ``*_cpu`` function anyway. The folder
-``site`` beside this file holds a package of the same name in plain PyTorch. Once that folder stands first
-on ``sys.path``, SGLang finds it there, and so does every process that it spawns: a spawned process inherits
-the environment and ``sys.path``.
+SGLang's CPU code imports a dozen functions from ``sgl_kernel``. The wheel that pip installs was built for
+CUDA: without a CUDA driver its import fails, and its ``*_cpu`` functions have no kernel behind them anyway.
+The folder ``site`` beside this file holds a package of the same name in plain PyTorch. Once that folder
+stands first on ``sys.path``, SGLang finds it there, and so does every process that it spawns: a spawned
+process inherits the environment and ``sys.path``.
 """
 
 import functools
@@ -18,7 +18,12 @@ from types import ModuleType
 __all__ = ["SITE", "install", "needs_stand_ins"]
 
 SITE = Path(__file__).resolve().parent / "site"
-CPU_ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # A CUDA build of PyTorch brings an NCCL that loads anywhere, and with tensor parallelism SGLang then asks
+    # for a CUDA device. A library that does not load makes it use gloo alone.
+    "SGLANG_NCCL_SO_PATH": os.devnull,
+}
 
 
 def has_accelerator() -> bool:
@@ -60,11 +65,13 @@ def needs_stand_ins() -> bool:
 def install() -> None:
     """Make this process and those it spawns use SGLang's CPU engine with the stand-ins; safe to repeat.
 
-    Sets SGLANG_USE_CPU_ENGINE=1 unless the variable is already set, puts ``SITE`` first on ``sys.path``,
-    removes a real (or half-imported) ``sgl_kernel`` from ``sys.modules``, and lets SGLang detect the device
-    anew if it has already done so.
+    Sets the variables in ``ENVIRONMENT`` that are not yet set, puts ``SITE`` first on ``sys.path``, removes a
+    real (or half-imported) ``sgl_kernel`` from ``sys.modules``, and lets SGLang detect the device anew if it
+    has already done so. Modules of SGLang that were imported before keep what they found out. That is
+    harmless in the launcher, where a plugin runs late; a process that loads a model must start afterwards.
     """
-    os.environ.setdefault(CPU_ENGINE_VARIABLE, "1")
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     site = str(SITE)
     sys.path[:] = [site, *(entry for entry in sys.path if entry != site)]
     _purge_real_package()

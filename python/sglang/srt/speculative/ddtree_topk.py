@@ -51,9 +51,7 @@ def shard_topk(logits: torch.Tensor, k: int, start: int) -> tuple[torch.Tensor, 
     return torch.cat(top_values, 1), torch.cat(top_ids, 1) + start, lse
 
 
-def merge_topk(
-    values: torch.Tensor, ids: torch.Tensor, lse: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_topk(values: torch.Tensor, ids: torch.Tensor, lse: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the ranks' candidates, exactly and in the same way on every rank.
 
     Args:
@@ -100,7 +98,5 @@ def topk_logprobs(
         missing = k - values.shape[1]
         values = torch.nn.functional.pad(values, (0, missing), value=float("-inf"))
         ids = torch.nn.functional.pad(ids, (0, missing), value=0)
-    gathered = [
-        tp_group.all_gather(part.contiguous(), dim=0).view(ranks, *part.shape) for part in (values, ids, lse)
-    ]
+    gathered = [tp_group.all_gather(part.contiguous(), dim=0).view(ranks, *part.shape) for part in (values, ids, lse)]
     return merge_topk(*gathered, k)

@@ -439,9 +439,7 @@ def bit_mask(visible: torch.Tensor) -> torch.Tensor:
     return torch.bitwise_left_shift(bits.reshape(bs, n, words, _WORD_BITS), shifts).sum(-1)
 
 
-def walk_trees(
-    tokens: torch.Tensor, parents: torch.Tensor, choices: torch.Tensor, max_depth: int
-) -> WalkResult:
+def walk_trees(tokens: torch.Tensor, parents: torch.Tensor, choices: torch.Tensor, max_depth: int) -> WalkResult:
     """Follow the target's choices down every tree, without a host synchronisation.
 
     At each node the target's choice is taken: if it is a child's token the walk goes there, else it stops
@@ -520,9 +518,7 @@ def _check_budget(budget: int) -> None:
         raise ValueError(f"budget must be at least 1, got {budget}.")
 
 
-def _check_candidates(
-    root_tokens: torch.Tensor, candidate_ids: torch.Tensor, candidate_logprobs: torch.Tensor
-) -> None:
+def _check_candidates(root_tokens: torch.Tensor, candidate_ids: torch.Tensor, candidate_logprobs: torch.Tensor) -> None:
     for name, x, dtype, dims, shape in (
         ("root_tokens", root_tokens, torch.int64, 1, "[bs]"),
         ("candidate_ids", candidate_ids, torch.int64, 3, "[bs, D-1, K]"),
@@ -541,13 +537,11 @@ def _check_candidates(
         )
     if min(candidate_ids.shape[1:]) < 1:
         raise ValueError(
-            "candidate_ids must have at least one position and one candidate, "
-            f"got {list(candidate_ids.shape)}."
+            f"candidate_ids must have at least one position and one candidate, got {list(candidate_ids.shape)}."
         )
     if root_tokens.shape[0] != candidate_ids.shape[0]:
         raise ValueError(
-            f"root_tokens must have one token per request, {candidate_ids.shape[0]}, "
-            f"got {root_tokens.shape[0]}."
+            f"root_tokens must have one token per request, {candidate_ids.shape[0]}, got {root_tokens.shape[0]}."
         )
 
 

@@ -38,7 +38,6 @@ from sglang.srt.speculative.spec_utils import (
     commit_mamba_states_after_verify,
     move_accept_tokens_to_target_kvcache,
 )
-
 from sglang_ddtree.flags import config_of
 
 
@@ -73,9 +72,7 @@ class DDTreeWorker(DFlashWorkerV2):
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
         """Nothing to warn of: every node is sampled on every device."""
 
-    def _make_next_draft_input_prefill(
-        self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor
-    ) -> DDTreeDraftInput:
+    def _make_next_draft_input_prefill(self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> DDTreeDraftInput:
         return self._next_draft_input(bonus_tokens, seq_lens)
 
     def _make_next_draft_input_decode(
@@ -109,9 +106,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
         bonus_tokens = batch.spec_info.bonus_tokens
         candidate_ids, candidate_logprobs = self._draft(batch, bonus_tokens)
-        tree = build_trees(
-            bonus_tokens, candidate_ids, candidate_logprobs, self.config.tree_budget, validate=False
-        )
+        tree = build_trees(bonus_tokens, candidate_ids, candidate_logprobs, self.config.tree_budget, validate=False)
         return self._verify(batch, tree, on_publish, grammar_barrier)
 
     def _draft(self, batch: ScheduleBatch, bonus_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,9 +195,7 @@ class DDTreeWorker(DFlashWorkerV2):
         if batch.has_grammar:
             # Copies to the host: started before the forward, so that it overlaps.
             grammar_tree = GrammarTree.from_device(tree.first_child, tree.next_sibling, tree.tokens)
-        output = target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True
-        )
+        output = target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         logits_output = output.logits_output
         grammar_mask = None
         if grammar_tree is not None:
@@ -222,9 +215,7 @@ class DDTreeWorker(DFlashWorkerV2):
             grammar_mask=grammar_mask,
             tp_group=get_tp_group(),
         )
-        walk = walk_trees(
-            tree.tokens, tree.parents, choices, self.config.max_depth
-        )
+        walk = walk_trees(tree.tokens, tree.parents, choices, self.config.max_depth)
         return self._commit(batch, verify_input, logits_output, choices, walk, on_publish, can_run_cuda_graph)
 
     def _commit(

@@ -70,9 +70,7 @@ def _ranges(
 ) -> Iterator[tuple[int, int, int, int]]:
     """For each request: its row, first position, position after the last, and offset in the packed slots."""
     offset = 0
-    for row, start, end in zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    ):
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         assert 0 <= start <= end <= pool_len, (
             f"row {row} of req_to_token has {pool_len} positions, got the range [{start}, {end})"
         )

@@ -92,7 +92,7 @@ def reconstruct_indices_from_tree_mask(
 
 def _selected_parents(beam_candidates: list[int], selected: list[int], topk: int) -> list[int | None]:
     """Each node's parent; None for the root and for a node whose parent was not selected."""
-    node_of = {}
+    node_of: dict[int, int] = {}
     for node, candidate in enumerate(selected, start=1):
         node_of.setdefault(candidate, node)
     beams = (candidate // topk for candidate in selected)

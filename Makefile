@@ -1,0 +1,58 @@
+# make serve   a server on whatever device there is, with one answer to look at
+# make test    the whole CPU suite (sets itself up)
+# make help    the rest
+
+VENV ?= .venv
+PYTHON ?= python3
+PORT ?= 30000
+BUDGET ?= 15
+TOPK_CAP ?= 8
+SERVE_FLAGS ?=
+TESTS ?= tests
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ddtree-installed
+SOURCES := python/sglang_ddtree scripts benchmarks tests python/sglang
+
+.PHONY: help venv model serve test test-gpu lint format clean
+
+help:
+	@sed -n 's/^# //p' $(MAKEFILE_LIST)
+# make venv    the virtual environment alone
+# make model   fetch and convert SmolLM2-135M-Instruct
+# make test-gpu  what needs a GPU; skipped with a reason elsewhere
+# make lint    ruff and mypy, changes nothing;  make format  changes files
+# Variables: PORT, BUDGET, TOPK_CAP, SERVE_FLAGS, TESTS (e.g. TESTS=tests/unit), PYTHON, VENV
+
+venv: $(STAMP)
+
+# The stamp comes last: an interrupted install is repeated.
+$(STAMP): pyproject.toml scripts/requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --progress-bar on -r scripts/requirements-dev.txt -e .
+	touch $@
+
+model: venv
+	$(BIN)/python scripts/smollm2.py
+
+serve: model
+	$(BIN)/python scripts/serve.py --port $(PORT) --budget $(BUDGET) --topk-cap $(TOPK_CAP) -- $(SERVE_FLAGS)
+
+test: model
+	$(BIN)/python -m pytest $(TESTS)
+
+test-gpu: model
+	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+lint: venv
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+clean:
+	rm -rf $(VENV) .cache dist build models/SmolLM2-135M-Instruct

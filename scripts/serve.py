@@ -1,0 +1,216 @@
+"""Serve SmolLM2-135M-Instruct with DDTREE, show one answer, and go on serving until Ctrl-C.
+
+    python scripts/serve.py [--port 30000] [--budget 15] [--topk-cap 8] [--once] [-- more server flags]
+
+Starts the real launch command on whatever device there is, waits for health with a bound, sends one chat
+completion and prints its text and the tokens committed per round. Then the same request runs on a second,
+short-lived server with DFLASH's chain, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = "127.0.0.1"
+HEALTH_TIMEOUT_S = 600
+QUESTION = "Write a Python function that returns the n-th Fibonacci number, and explain it step by step."
+
+
+class ServeError(RuntimeError):
+    """The server could not be started; the message holds the end of its log."""
+
+
+def device_flags() -> list[str]:
+    """What differs between a CPU and a GPU: the number format, and sizes that fit a small machine."""
+    import torch
+
+    if torch.cuda.is_available():
+        # Two servers of a small model share the GPU for the comparison.
+        return ["--dtype", "bfloat16", "--mem-fraction-static", "0.3"]
+    return [
+        *("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "8"),
+        "--sleep-on-idle",
+    ]
+
+
+def launch_command(args: argparse.Namespace, port: int, mode: list[str]) -> list[str]:
+    return [
+        *(sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port)),
+        *("--model-path", str(args.target), "--speculative-algorithm", "DDTREE"),
+        *("--speculative-draft-model-path", str(args.drafter)),
+        *mode,
+        *device_flags(),
+        *args.server_flags,
+    ]
+
+
+class Launched:
+    """A server in a process group of its own, its output in a log file."""
+
+    def __init__(self, command: list[str], port: int, log: Path):
+        self.port, self.log = port, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as sink:
+            self.process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def tail(self, lines: int = 25) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def wait_ready(self) -> None:
+        """Show the waiting time until /health answers.
+
+        Raises:
+            ServeError: the process died, or did not become healthy in time.
+        """
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < HEALTH_TIMEOUT_S:
+            if self.process.poll() is not None:
+                raise ServeError(
+                    f"the server died with exit code {self.process.returncode}; the end of {self.log}:\n{self.tail()}"
+                )
+            try:
+                with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=20):
+                    print(f"\rready after {waited:.0f} s" + " " * 20)
+                    return
+            except (urllib.error.URLError, OSError):
+                print(f"\rwaiting for the server: {waited:.0f} s", end="", flush=True)
+                time.sleep(1)
+        raise ServeError(
+            f"the server was not healthy after {HEALTH_TIMEOUT_S} s; the end of {self.log}:\n{self.tail()}"
+        )
+
+    def chat(self, question: str, max_tokens: int) -> dict[str, Any]:
+        """One greedy chat completion, with SGLang's meta info."""
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "return_meta_info": True,
+        }
+        request = urllib.request.Request(
+            f"http://{HOST}:{self.port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        start = time.monotonic()
+        with urllib.request.urlopen(request, timeout=600) as response:
+            choice = json.load(response)["choices"][0]
+        meta = choice["meta_info"]
+        rounds = meta["spec_verify_ct"]
+        return {
+            "text": choice["message"]["content"],
+            "tokens": meta["completion_tokens"],
+            "rounds": rounds,
+            "per_round": (meta["spec_num_correct_drafts"] + rounds) / max(rounds, 1),
+            "seconds": time.monotonic() - start,
+        }
+
+    def stop(self) -> None:
+        for sign, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
+            try:
+                os.killpg(self.process.pid, sign)
+                self.process.wait(patience)
+            except ProcessLookupError:
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def check_inputs(args: argparse.Namespace) -> None:
+    for flag, folder, remedy in (
+        ("--target", args.target, "run: python scripts/smollm2.py"),
+        ("--drafter", args.drafter, "check out models/smollm2-135m-dflash"),
+    ):
+        if not (folder / "config.json").is_file():
+            raise ServeError(f"{flag} {folder} holds no model; {remedy}")
+    with socket.socket() as probe:
+        if probe.connect_ex((HOST, args.port)) == 0:
+            raise ServeError(f"--port {args.port} is in use; choose another, e.g. make serve PORT={args.port + 1}")
+
+
+def report(name: str, answer: dict[str, Any]) -> None:
+    print(
+        f"{name:6} {answer['per_round']:.2f} tokens committed per round "
+        f"({answer['tokens']} tokens in {answer['rounds']} rounds, {answer['seconds']:.1f} s)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    check_inputs(args)
+    logs = ROOT / ".cache" / "serve"
+    tree_mode = ["--speculative-ddtree-budget", str(args.budget)]
+    tree_mode += ["--speculative-ddtree-topk-cap", str(args.topk_cap)]
+    command = launch_command(args, args.port, tree_mode)
+    print(shlex.join(command), flush=True)
+    running = [Launched(command, args.port, logs / "ddtree.log")]
+    try:
+        server = running[0]
+        server.wait_ready()
+        tree = server.chat(args.question, args.max_tokens)
+        print(f"\n> {args.question}\n\n{tree['text']}\n")
+        report("tree", tree)
+
+        port = free_port()
+        chain = Launched(launch_command(args, port, ["--speculative-ddtree-shadow-linear"]), port, logs / "chain.log")
+        running.append(chain)
+        print("\nthe same request with DFLASH's chain, for comparison")
+        chain.wait_ready()
+        linear = chain.chat(args.question, args.max_tokens)
+        chain.stop()
+        report("tree", tree)
+        report("chain", linear)
+        if linear["text"] != tree["text"]:
+            print("The two texts differ: expected in bfloat16 alone, where rounding flips close calls.")
+        if args.once:
+            return
+        print(f"\nserving on http://{HOST}:{args.port}/v1 until Ctrl-C; log: {server.log}", flush=True)
+        server.process.wait()
+        raise ServeError(f"the server ended with exit code {server.process.returncode}:\n{server.tail()}")
+    finally:
+        for launched in running:
+            launched.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
+    parser.add_argument("--drafter", type=Path, default=ROOT / "models" / "smollm2-135m-dflash")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--budget", type=int, default=15)
+    parser.add_argument("--topk-cap", type=int, default=8)
+    parser.add_argument("--question", default=QUESTION)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--once", action="store_true", help="end after the comparison")
+    parser.add_argument("server_flags", nargs="*", help="after --: more flags for the server")
+    try:
+        run(parser.parse_args())
+    except KeyboardInterrupt:
+        print("\nstopped")
+    except ServeError as error:
+        print(f"\nserve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""A test-only SGLang plugin: a drafter that knows what the target will say.
+
+A random drafter is almost never accepted and exercises nothing. This one runs beside the real drafter (which
+still drafts, so its KV cache is exercised) and replaces its candidates by a script, read anew when the file
+named by DDTREE_TEST_SCRIPT changes:
+
+- ``{}``: the real drafter's candidates.
+- ``{"ranks": [[0, 1, ...], ...]}``: one list per round, used in turn by each request. Its entry at index d - 1 is
+  the rank at which the target's own greedy token stands at block position d; -1: it is no candidate there.
+- ``{"fixed": [[token, ...], ...], "logprobs": [...]}``: these candidates at each position, whatever the target says.
+
+The target's continuation comes from transformers on the same checkpoint (DDTREE_TEST_TARGET).
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+_FAR = -20.0
+
+
+class Continuations:
+    """The target's greedy continuation of any prefix, computed with transformers and remembered."""
+
+    def __init__(self, path: str):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.next_token: dict[tuple[int, ...], int] = {}
+
+    @torch.inference_mode()
+    def after(self, prefix: tuple[int, ...]) -> int:
+        if prefix not in self.next_token:
+            logits = self.model(torch.tensor([prefix])).logits[0, -1]
+            self.next_token[prefix] = int(logits.argmax())
+        return self.next_token[prefix]
+
+
+class Script:
+    def __init__(self, path: str, target: str):
+        self.path = Path(path)
+        self.stamp: int | None = None
+        self.content: dict = {}
+        self.rounds: dict[str, int] = {}
+        self.continuations = Continuations(target)
+
+    def refresh(self) -> dict:
+        stamp = self.path.stat().st_mtime_ns
+        if stamp != self.stamp:
+            self.stamp, self.content, self.rounds = stamp, json.loads(self.path.read_text()), {}
+        return self.content
+
+    def candidates(self, req, positions: int, width: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens and log-probabilities, [positions][width], for one request's next round."""
+        turn = self.rounds.get(req.rid, 0)
+        self.rounds[req.rid] = turn + 1
+        plan = self.content["ranks"][turn % len(self.content["ranks"])]
+        prefix = (*req.origin_input_ids, *req.output_ids)
+        tokens, logprobs = [], []
+        for position in range(positions):
+            truth = self.continuations.after(prefix)
+            prefix = (*prefix, truth)
+            rank = plan[position] if position < len(plan) else -1
+            # Tokens that differ from the truth and from each other.
+            row = [(truth + 1 + i) % 256 for i in range(width)]
+            if truth > 255:
+                row = list(range(width))
+            # The ranks down to the chosen one are equally likely, the rest is far behind: so the tree holds
+            # the path through that rank whatever its shape.
+            upto = max(rank, 0)
+            share = float(-torch.log(torch.tensor(float(upto + 1))))
+            if 0 <= rank < width:
+                row[rank] = truth
+            tokens.append(row)
+            logprobs.append([share if i <= upto else _FAR - i for i in range(width)])
+        return tokens, logprobs
+
+
+def _scripted(draft, script: Script):
+    def wrapper(worker, batch, bonus_tokens):
+        ids, logprobs = draft(worker, batch, bonus_tokens)
+        content = script.refresh()
+        if not content:
+            return ids, logprobs
+        ids, logprobs = ids.clone(), logprobs.clone()
+        bs, positions, width = ids.shape
+        for b, req in enumerate(batch.reqs):
+            if "fixed" in content:
+                row = torch.tensor(content["fixed"])[:, :width]
+                logs = torch.tensor(content["logprobs"])[:, :width]
+                ids[b], logprobs[b] = row.to(ids), logs.to(logprobs)
+                continue
+            assert req.output_ids[-1] == int(bonus_tokens[b]), "the bonus token is the request's last"
+            tokens, values = script.candidates(req, positions, width)
+            ids[b] = torch.tensor(tokens).to(ids)
+            logprobs[b] = torch.tensor(values).to(logprobs)
+        return ids, logprobs
+
+    return wrapper
+
+
+def _after_activate(result) -> None:
+    from sglang.srt.speculative.ddtree_worker import DDTreeWorker
+
+    script = Script(os.environ["DDTREE_TEST_SCRIPT"], os.environ["DDTREE_TEST_TARGET"])
+    DDTreeWorker._draft = _scripted(DDTreeWorker._draft, script)
+
+
+def load() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if "DDTREE_TEST_SCRIPT" in os.environ:
+        HookRegistry.register("sglang_ddtree.activation.activate", _after_activate, HookType.AFTER)

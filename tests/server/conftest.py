@@ -1,0 +1,154 @@
+"""Servers over tiny random models, one per configuration and session.
+
+An idle server sleeps, so all of them can stay up; only one answers at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from serving import HERE, Server, output_ids
+
+CONTEXT = 512
+BLOCK_SIZE = 8
+EOS_PROMPT = list(b"the end comes in mid-path")
+EOS_AT = 11
+COMMON = (
+    *("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "8"),
+    *("--random-seed", "7", "--cuda-graph-backend-prefill", "disabled"),
+)
+if not torch.cuda.is_available():
+    COMMON = COMMON[:-2]
+
+
+def greedy(target: Path, prompt: list[int], tokens: int) -> list[int]:
+    """The target's greedy continuation, with transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(tokens):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def _end_at(target: Path, prompt: list[int], index: int) -> None:
+    """Make the token that the target says at ``index`` its end of sequence."""
+    token = greedy(target, prompt, index + 1)[index]
+    for name in ("config.json", "generation_config.json"):
+        path = target / name
+        content = json.loads(path.read_text())
+        content["eos_token_id"] = token
+        path.write_text(json.dumps(content))
+
+
+@dataclasses.dataclass
+class Pair:
+    """One target, its drafter, and the servers started on them."""
+
+    folder: Path
+    kind: str
+    servers: dict[str, Server] = dataclasses.field(default_factory=dict)
+
+    @property
+    def target(self) -> Path:
+        return self.folder / "target"
+
+    @property
+    def drafter(self) -> Path:
+        return self.folder / "drafter"
+
+    @property
+    def script_path(self) -> Path:
+        return self.folder / "script.json"
+
+    def script(self, **content: Any) -> None:
+        """What the scripted drafter proposes from now on; nothing: the real drafter."""
+        before = self.script_path.stat().st_mtime_ns if self.script_path.exists() else 0
+        self.script_path.write_text(json.dumps(content))
+        if self.script_path.stat().st_mtime_ns <= before:
+            os.utime(self.script_path, ns=(before + 1, before + 1))
+
+    def server(self, name: str, *args: str) -> Server:
+        """The server of that name, started on first use."""
+        if name not in self.servers:
+            env = {}
+            command = ["--model-path", str(self.target), *COMMON, *args]
+            if name != "plain":
+                command += ["--speculative-algorithm", "DDTREE"]
+                command += ["--speculative-draft-model-path", str(self.drafter)]
+                env = {
+                    "PYTHONPATH": str(HERE / "scripted"),
+                    "DDTREE_TEST_SCRIPT": str(self.script_path),
+                    "DDTREE_TEST_TARGET": str(self.target),
+                }
+            server = Server(command, self.folder / f"{name}.log", env=env)
+            self.servers[name] = server
+            server.wait_ready()
+        return self.servers[name]
+
+    @property
+    def plain(self) -> Server:
+        return self.server("plain")
+
+    @property
+    def tree(self) -> Server:
+        return self.server("tree", "--speculative-ddtree-budget", "15")
+
+    @property
+    def chain(self) -> Server:
+        return self.server("chain", "--speculative-ddtree-shadow-linear")
+
+    def expected(self, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
+        """Greedy token ids without speculation."""
+        return output_ids(self.plain.generate(prompts, **sampling))
+
+    def stop(self) -> None:
+        for server in self.servers.values():
+            server.stop()
+
+
+def _make_pair(folder: Path, kind: str) -> Pair:
+    tiny_models.make_target(folder / "target", kind, context=CONTEXT)
+    _end_at(folder / "target", EOS_PROMPT, EOS_AT)
+    tiny_models.make_drafter(folder / "drafter", block_size=BLOCK_SIZE)
+    pair = Pair(folder, kind)
+    pair.script()
+    return pair
+
+
+@pytest.fixture(scope="session")
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
+    pairs: dict[str, Pair] = {}
+
+    def get(kind: str) -> Pair:
+        if kind not in pairs:
+            pairs[kind] = _make_pair(tmp_path_factory.mktemp(kind), kind)
+        return pairs[kind]
+
+    yield get
+    for pair in pairs.values():
+        pair.stop()
+
+
+@pytest.fixture
+def qwen3(pair_of: Callable[[str], Pair]) -> Iterator[Pair]:
+    pair = pair_of("qwen3")
+    yield pair
+    pair.script()
+
+
+@pytest.fixture
+def llama(pair_of: Callable[[str], Pair]) -> Iterator[Pair]:
+    pair = pair_of("llama")
+    yield pair
+    pair.script()
