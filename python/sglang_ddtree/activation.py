@@ -72,9 +72,9 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 
 def _use_torch_tree_mask() -> None:
     """Serve ``torch_native`` with the tree-capable backend, for target and drafter."""
+    import sglang.srt.speculative.draft_worker_common as draft_worker_common
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_tree_mask import TorchTreeMaskAttnBackend
-    import sglang.srt.speculative.draft_worker_common as draft_worker_common
 
     ATTENTION_BACKENDS["torch_native"] = TorchTreeMaskAttnBackend
     supported = draft_worker_common._SUPPORTED_DRAFT_BACKENDS

@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 
 GPU_BACKENDS = ("triton", "flashinfer")
 CPU_BACKENDS = ("torch_native",)
-_REMEDY_CHAIN = f"or serve the chain with {flag_name('shadow_linear')}"
 
 
 def has_gpu() -> bool:
@@ -69,6 +68,13 @@ def check_fields(fields: dict[str, Any], config: DDTreeConfig) -> None:
         )
     if str(get("device") or "cuda").split(":")[0] not in ("cuda", "cpu", "auto"):
         _refuse("--device", get("device"), "it runs on NVIDIA GPUs and on the CPU", "Use cuda or cpu")
+    if get("device") == "cpu" and has_gpu():
+        _refuse(
+            "--device",
+            "cpu",
+            "the stand-ins for SGLang's CPU kernels are used only where there is no GPU",
+            "Hide the GPU (CUDA_VISIBLE_DEVICES=) or drop the flag",
+        )
     allowed = backends_for(fields)
     for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if get(name) is not None and get(name) not in allowed:
@@ -251,9 +257,21 @@ def _check_tree_target(server_args: Any, target: Any, config: DDTreeConfig) -> N
             kind,
             flag_name("allow_hybrid_unsafe"),
         )
-    windowed = getattr(target, "is_hybrid_swa", False) or getattr(target, "sliding_window_size", None)
-    if windowed and not on_cpu({"device": server_args.device}):
-        raise FlagError(
-            f"DDTREE: the target {server_args.model_path} uses sliding-window attention, and SGLang's backends count "
-            f"the window by node instead of by position. Serve it without speculation {_REMEDY_CHAIN}."
-        )
+    if getattr(target, "is_hybrid_swa", False) or getattr(target, "attention_chunk_size", None) is not None:
+        _refuse_window(server_args.model_path)
+
+
+def check_loaded_target(server_args: Any, model_runner: Any, config: DDTreeConfig) -> None:
+    """Refuse a loaded target whose layers turn out to use a sliding window.
+
+    A config alone does not tell: many name a window that SGLang's model ignores.
+    """
+    if not config.shadow_linear and (model_runner.sliding_window_size or -1) > 0:
+        _refuse_window(server_args.model_path)
+
+
+def _refuse_window(model_path: str) -> None:
+    raise FlagError(
+        f"DDTREE: the target {model_path} uses sliding-window attention, and SGLang's backends count the window by "
+        f"node instead of by position. Serve the chain with {flag_name('shadow_linear')}, or drop DDTREE."
+    )

@@ -19,8 +19,6 @@ from serving import HERE, Server, output_ids
 
 CONTEXT = 512
 BLOCK_SIZE = 8
-EOS_PROMPT = list(b"the end comes in mid-path")
-EOS_AT = 11
 COMMON = (
     *("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "8"),
     *("--random-seed", "7", "--cuda-graph-backend-prefill", "disabled"),
@@ -41,14 +39,26 @@ def greedy(target: Path, prompt: list[int], tokens: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def _end_at(target: Path, prompt: list[int], index: int) -> None:
-    """Make the token that the target says at ``index`` its end of sequence."""
-    token = greedy(target, prompt, index + 1)[index]
-    for name in ("config.json", "generation_config.json"):
-        path = target / name
-        content = json.loads(path.read_text())
-        content["eos_token_id"] = token
-        path.write_text(json.dumps(content))
+def _set_end(target: Path) -> tuple[list[int], int]:
+    """Make a token that the target says within an accepted run its end of sequence.
+
+    Returns:
+        The prompt, and the index of that token in its greedy continuation: neither the first token of a round that
+        accepts all drafts nor its last.
+    """
+    for trial in range(100):
+        prompt = list(b"the end comes in mid-path %d" % trial)
+        tokens = greedy(target, prompt, 40)
+        for index in range(BLOCK_SIZE, 40):
+            # One token from prefill, then BLOCK_SIZE a round.
+            if tokens[index] not in tokens[:index] and (index - 1) % BLOCK_SIZE in range(2, BLOCK_SIZE - 2):
+                for name in ("config.json", "generation_config.json"):
+                    path = target / name
+                    content = json.loads(path.read_text())
+                    content["eos_token_id"] = tokens[index]
+                    path.write_text(json.dumps(content))
+                return prompt, index
+    raise AssertionError("no prompt whose continuation brings a new token late enough")
 
 
 @dataclasses.dataclass
@@ -57,6 +67,8 @@ class Pair:
 
     folder: Path
     kind: str
+    eos_prompt: list[int]
+    eos_at: int
     servers: dict[str, Server] = dataclasses.field(default_factory=dict)
 
     @property
@@ -119,9 +131,9 @@ class Pair:
 
 def _make_pair(folder: Path, kind: str) -> Pair:
     tiny_models.make_target(folder / "target", kind, context=CONTEXT)
-    _end_at(folder / "target", EOS_PROMPT, EOS_AT)
+    eos_prompt, eos_at = _set_end(folder / "target")
     tiny_models.make_drafter(folder / "drafter", block_size=BLOCK_SIZE)
-    pair = Pair(folder, kind)
+    pair = Pair(folder, kind, eos_prompt, eos_at)
     pair.script()
     return pair
 

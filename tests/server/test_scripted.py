@@ -4,7 +4,7 @@ Besides the tokens, the histogram of accepted drafts shows that the intended pat
 """
 
 import pytest
-from conftest import BLOCK_SIZE, EOS_AT, EOS_PROMPT, Pair
+from conftest import BLOCK_SIZE, Pair
 from serving import output_ids
 
 DEPTH = BLOCK_SIZE - 1
@@ -78,14 +78,12 @@ def test_max_tokens_in_mid_path(qwen3: Pair) -> None:
 
 def test_eos_in_mid_path(qwen3: Pair) -> None:
     """The end of sequence stands between accepted drafts: what follows it is dropped."""
-    expected = qwen3.expected([EOS_PROMPT], max_new_tokens=64)
+    expected = qwen3.expected([qwen3.eos_prompt], max_new_tokens=64)
     qwen3.script(ranks=[[0] * DEPTH])
-    answer = qwen3.tree.generate([EOS_PROMPT], max_new_tokens=64)[0]
+    answer = qwen3.tree.generate([qwen3.eos_prompt], max_new_tokens=64)[0]
     assert answer["output_ids"] == expected[0]
     assert answer["meta_info"]["finish_reason"]["type"] == "stop"
-    assert len(answer["output_ids"]) == EOS_AT + 1
-    # Eight tokens a round: the end is neither a round's first token nor its last.
-    assert EOS_AT % (DEPTH + 1) not in (0, DEPTH)
+    assert len(answer["output_ids"]) == qwen3.eos_at + 1
 
 
 def test_stop_token_in_mid_path(qwen3: Pair) -> None:

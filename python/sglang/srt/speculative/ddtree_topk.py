@@ -98,5 +98,8 @@ def topk_logprobs(
         missing = k - values.shape[1]
         values = torch.nn.functional.pad(values, (0, missing), value=float("-inf"))
         ids = torch.nn.functional.pad(ids, (0, missing), value=0)
-    gathered = [tp_group.all_gather(part.contiguous(), dim=0).view(ranks, *part.shape) for part in (values, ids, lse)]
-    return merge_topk(*gathered, k)
+
+    def gather(part: torch.Tensor) -> torch.Tensor:
+        return tp_group.all_gather(part.contiguous(), dim=0).view(ranks, *part.shape)
+
+    return merge_topk(gather(values), gather(ids), gather(lse), k)

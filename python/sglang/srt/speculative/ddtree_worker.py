@@ -39,6 +39,7 @@ from sglang.srt.speculative.spec_utils import (
     move_accept_tokens_to_target_kvcache,
 )
 from sglang_ddtree.flags import config_of
+from sglang_ddtree.requirements import check_loaded_target
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -50,6 +51,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def __init__(self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any) -> None:
         self.config = config_of(server_args)
+        check_loaded_target(server_args, target_worker.model_runner, self.config)
         draft_args = deepcopy(server_args)
         # The drafter is a chain of D whatever the tree: with the target's topk its attention backend would
         # look for a tree mask.
