@@ -34,7 +34,10 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     values = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     # What the plugin must arrange by itself is not inherited from a test process that already has it.
     values.pop("SGLANG_USE_CPU_ENGINE", None)
-    values.update(extra or {})
+    extra = dict(extra or {})
+    if "PYTHONPATH" in extra and values.get("PYTHONPATH"):
+        extra["PYTHONPATH"] += os.pathsep + values["PYTHONPATH"]
+    values.update(extra)
     return values
 
 

@@ -52,7 +52,7 @@ def serve(folder: Path) -> Iterator:
             if tree:
                 command += ["--speculative-algorithm", "DDTREE"]
                 command += ["--speculative-draft-model-path", str(folder / "drafter")]
-                env["PYTHONPATH"] = ":".join([str(HERE / "scripted"), *__import__("sys").path])
+                env["PYTHONPATH"] = str(HERE / "scripted")
                 env["DDTREE_TEST_SCRIPT"] = str(folder / "script.json")
                 env["DDTREE_TEST_TARGET"] = str(folder / "target")
             started[key] = Server(command, folder / f"{len(started)}.log", env=env)

@@ -219,9 +219,7 @@ def test_given_fields_are_kept(parse):
 
 def test_graphs_and_overlap_are_switched_off_where_sglang_left_them_on():
     decode = SimpleNamespace(backend="full")
-    server_args = SimpleNamespace(
-        cuda_graph_config=SimpleNamespace(decode=decode), disable_overlap_schedule=False
-    )
+    server_args = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode), disable_overlap_schedule=False)
     algorithm._switch_off_graphs_and_overlap(server_args)
     assert decode.backend == Backend.DISABLED and server_args.disable_overlap_schedule is True
 

@@ -50,9 +50,7 @@ def choose(logits, info, sampler, num_nodes, **options):
     """Choices [bs, num_nodes]; the logits are copied, since they are overwritten."""
     output = SimpleNamespace(next_token_logits=logits.clone())
     options = {"positions": torch.arange(len(logits)), **options}
-    return choose_tokens(
-        logits_output=output, sampling_info=info, num_nodes=num_nodes, sampler=sampler, **options
-    )
+    return choose_tokens(logits_output=output, sampling_info=info, num_nodes=num_nodes, sampler=sampler, **options)
 
 
 class FakeSampler:
@@ -140,9 +138,7 @@ def test_every_parameter_is_repeated_for_every_node():
 
 def test_no_tensor_of_the_batch_info_is_left_per_request():
     """A tensor that a new SGLang adds per request would be read per node: this fails until it is looked at."""
-    tensors = {
-        field.name for field in dataclasses.fields(SamplingBatchInfo) if "torch.Tensor" in str(field.type)
-    }
+    tensors = {field.name for field in dataclasses.fields(SamplingBatchInfo) if "torch.Tensor" in str(field.type)}
     expanded = {"temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"}
     applied_before = {"logit_bias"}
     # Of penalties and processors, which are refused per request, and of disaggregated serving.
