@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from serving import Server, committed_per_round, output_ids  # noqa: E402
+from serving import GPU_ENVIRONMENT, Server, committed_per_round, output_ids  # noqa: E402
 
 PROMPTS = ROOT / "tests" / "data" / "prompts.json"
 
@@ -54,7 +54,7 @@ def mode_flags(mode: str, drafter: str) -> list[str]:
 
 def answer(args: argparse.Namespace, name: str, flags: list[str], prompts: list[list[int]]) -> dict:
     """Start one server, ask all prompts one by one and all at once, stop it."""
-    env = {"TRITON_F32_DEFAULT": "ieee"}  # or float32 attention would round its operands to TF32
+    env = {"PYTHONPATH": str(ROOT / "tests" / "plugins"), **GPU_ENVIRONMENT} if "float32" in flags else {}
     server = Server(flags, args.out / f"{name}.log", env=env)
     try:
         server.wait_ready()

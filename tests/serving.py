@@ -17,6 +17,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 START_TIMEOUT_S = 300
+# Float32 on a GPU: PyTorch's operators where SGLang's kernels know 16-bit numbers alone, and no rounding of
+# Triton's products to TF32. Without effect on a CPU.
+GPU_ENVIRONMENT = {"DDTREE_TEST_TORCH_OPS": "1", "TRITON_F32_DEFAULT": "ieee"}
 
 
 class ServerDied(RuntimeError):

@@ -1,8 +1,4 @@
-"""What only a GPU shows: Triton and FlashInfer tree masks, pages, and no host synchronisation in the tree code.
-
-In float32, Triton's matrix products must be told to use float32 (TRITON_F32_DEFAULT=ieee), or tf32 rounding
-differs between verify and decode kernels.
-"""
+"""What only a GPU shows: Triton and FlashInfer tree masks, pages, and no host synchronisation in the tree code."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from _load import load_ddtree_utils
-from serving import HERE, Server, output_ids
+from serving import GPU_ENVIRONMENT, HERE, Server, output_ids
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"0123456789 " * 6)]
@@ -48,11 +44,10 @@ def serve(folder: Path) -> Iterator:
             ]
             command += ["--max-total-tokens", "16384", "--max-running-requests", "8", *flags]
             command += ["--cuda-graph-backend-prefill", "disabled"]
-            env = {"TRITON_F32_DEFAULT": "ieee"}
+            env = {"PYTHONPATH": str(HERE / "plugins"), **GPU_ENVIRONMENT}
             if tree:
                 command += ["--speculative-algorithm", "DDTREE"]
                 command += ["--speculative-draft-model-path", str(folder / "drafter")]
-                env["PYTHONPATH"] = str(HERE / "scripted")
                 env["DDTREE_TEST_SCRIPT"] = str(folder / "script.json")
                 env["DDTREE_TEST_TARGET"] = str(folder / "target")
             started[key] = Server(command, folder / f"{len(started)}.log", env=env)

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from serving import HERE, Server, output_ids
+from serving import GPU_ENVIRONMENT, HERE, Server, output_ids
 
 CONTEXT = 512
 BLOCK_SIZE = 8
 COMMON = (
-    *("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "8"),
+    *("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "16"),
     *("--random-seed", "7", "--cuda-graph-backend-prefill", "disabled"),
 )
 if not torch.cuda.is_available():
@@ -93,16 +93,14 @@ class Pair:
     def server(self, name: str, *args: str) -> Server:
         """The server of that name, started on first use."""
         if name not in self.servers:
-            env = {}
+            # One thread: two that wait for each other lose more than tiny matrices gain.
+            env = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT}
             command = ["--model-path", str(self.target), *COMMON, *args]
             if name != "plain":
                 command += ["--speculative-algorithm", "DDTREE"]
                 command += ["--speculative-draft-model-path", str(self.drafter)]
-                env = {
-                    "PYTHONPATH": str(HERE / "scripted"),
-                    "DDTREE_TEST_SCRIPT": str(self.script_path),
-                    "DDTREE_TEST_TARGET": str(self.target),
-                }
+                env["DDTREE_TEST_SCRIPT"] = str(self.script_path)
+                env["DDTREE_TEST_TARGET"] = str(self.target)
             server = Server(command, self.folder / f"{name}.log", env=env)
             self.servers[name] = server
             server.wait_ready()

@@ -147,9 +147,10 @@ def test_near_the_context_limit(pair: Pair) -> None:
     plain, tree = both(pair)
     lengths = (CONTEXT - 2, CONTEXT - 9, CONTEXT - 40, 40)
     prompts = [[(7 * i + length) % 250 for i in range(length)] for length in lengths]
-    params = dict(max_new_tokens=CONTEXT, ignore_eos=True)
     # A request may run to the context's end; the short one beside them is the neighbour that would suffer.
-    answers = plain.generate(prompts, **params), tree.generate(prompts, **params)
+    params = [{"temperature": 0, "ignore_eos": True, "max_new_tokens": CONTEXT - length - 1} for length in lengths]
+    body = {"input_ids": prompts, "sampling_params": params}
+    answers = plain.post("/generate", body), tree.post("/generate", body)
     assert output_ids(answers[1]) == output_ids(answers[0])
     reasons = [[a["meta_info"]["finish_reason"] for a in side] for side in answers]
     assert reasons[0] == reasons[1]
@@ -194,7 +195,9 @@ def test_unsupported_features_get_400(pair: Pair, extra: dict) -> None:
 def test_logit_bias(pair: Pair) -> None:
     plain, tree = both(pair)
     bias = {"65": 100.0}
-    assert complete(tree, "biased", logit_bias=bias) == complete(plain, "biased", logit_bias=bias) == "A" * 40
+    got = complete(tree, "biased", logit_bias=bias)
+    assert got == complete(plain, "biased", logit_bias=bias)
+    assert len(set(got)) == 1
 
 
 def test_pool_is_empty_at_the_end(pair: Pair) -> None:

@@ -87,13 +87,13 @@ def test_eos_in_mid_path(qwen3: Pair) -> None:
 
 
 def test_stop_token_in_mid_path(qwen3: Pair) -> None:
-    free = qwen3.expected([PROMPTS[0]], **LENGTH)[0]
-    stop = next(token for i, token in enumerate(free) if i > 10 and token not in free[:i])
-    params = dict(max_new_tokens=41, ignore_eos=True, stop_token_ids=[stop])
-    expected = qwen3.expected([PROMPTS[0]], **params)
+    free = qwen3.expected([qwen3.eos_prompt], max_new_tokens=64)[0]
+    stop = next(token for i, token in enumerate(free) if i > 1 and i % BLOCK_SIZE > 1 and token not in free[:i])
+    params = dict(max_new_tokens=64, stop_token_ids=[stop])
+    expected = qwen3.expected([qwen3.eos_prompt], **params)
     qwen3.script(ranks=[[0] * DEPTH])
-    answer = qwen3.tree.generate([PROMPTS[0]], **params)[0]
-    assert answer["output_ids"] == expected[0]
+    answer = qwen3.tree.generate([qwen3.eos_prompt], **params)[0]
+    assert answer["output_ids"] == expected[0] == free[: free.index(stop) + 1]
     assert answer["meta_info"]["finish_reason"]["matched"] == stop
 
 

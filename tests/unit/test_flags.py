@@ -96,22 +96,16 @@ def test_keywords(build):
 
 CONFIG_FILES = {
     "speculative-ddtree-budget: 7": (7, 8, False, False),
-    "speculative_ddtree_budget: 7\nspeculative_ddtree_topk_cap: 2": (7, 2, False, False),
+    "speculative-ddtree-budget: 7\nspeculative-ddtree-topk-cap: 2": (7, 2, False, False),
     "speculative-ddtree-shadow-linear: true": (15, 8, True, False),
     "speculative-ddtree-allow-hybrid-unsafe: true": (15, 8, False, True),
-    "speculative-ddtree-shadow-linear: false\nspeculative-ddtree-allow-hybrid-unsafe: false": (
-        15,
-        8,
-        False,
-        False,
-    ),
+    "speculative-ddtree-shadow-linear: false": (15, 8, False, False),
+    "speculative-ddtree-allow-hybrid-unsafe: false": (15, 8, False, False),
 }
 
 
 @pytest.mark.parametrize("content, expected", CONFIG_FILES.items())
 def test_config_file(content, expected, parse, tmp_path):
-    if "_" in content:
-        content = content.replace("_", "-")
     path = tmp_path / "server.yaml"
     path.write_text(content + "\n")
     assert values(parse("--config", str(path))) == expected

@@ -1,0 +1,413 @@
+"""What DDTREE refuses to start with: every message names the flag, its value and a remedy."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import tiny_models
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt import configs  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang_ddtree import requirements  # noqa: E402
+from sglang_ddtree.flags import DDTreeConfig, FlagError  # noqa: E402
+from transformers import LlamaConfig, Qwen3Config  # noqa: E402
+
+CAP = "--speculative-ddtree-topk-cap"
+SHADOW, UNSAFE = "--speculative-ddtree-shadow-linear", "--speculative-ddtree-allow-hybrid-unsafe"
+OWN_FLAGS = "Use --speculative-ddtree-budget and --speculative-ddtree-topk-cap."
+
+
+@pytest.fixture(params=[True, False], ids=["gpu", "cpu"])
+def gpu(request, monkeypatch):
+    monkeypatch.setattr(requirements, "has_gpu", lambda: request.param)
+    return request.param
+
+
+def refusal_of(**fields):
+    given = dict(speculative_draft_model_path="org/drafter") | fields
+    with pytest.raises(FlagError) as error:
+        requirements.check_fields(given, DDTreeConfig())
+    return str(error.value)
+
+
+def passes(**fields):
+    given = dict(speculative_draft_model_path="org/drafter") | fields
+    return requirements.check_fields(given, DDTreeConfig()) is None
+
+
+# --- The arguments as given -------------------------------------------------------------------------
+
+# field, value, what the message calls it, remedy; the same with and without a GPU.
+REFUSED = [
+    ("device", "xpu", "--device xpu", "Use cuda or cpu."),
+    ("device", "npu", "--device npu", "Use cuda or cpu."),
+    ("pp_size", 2, "--pp-size 2", "Use --tp-size."),
+    ("enable_dp_attention", True, "--enable-dp-attention", "Use --tp-size or plain --dp-size."),
+    ("disaggregation_mode", "prefill", "--disaggregation-mode prefill", "Serve prefill and decode from one server."),
+    ("disaggregation_mode", "decode", "--disaggregation-mode decode", "Serve prefill and decode from one server."),
+    ("enable_lora", True, "--enable-lora", "Drop LoRA or DDTREE."),
+    ("lora_paths", ["a=b"], "--lora-paths", "Drop LoRA or DDTREE."),
+    ("tokenizer_worker_num", 2, "--tokenizer-worker-num 2", "Use --tokenizer-worker-num 1."),
+    ("speculative_draft_window_size", 512, "--speculative-draft-window-size 512", "Drop the flag."),
+    ("speculative_draft_window_size", 0, "--speculative-draft-window-size 0", "Drop the flag."),
+    ("speculative_adaptive", True, "--speculative-adaptive", "Drop the flag."),
+    ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype fp8_e4m3", "Use --kv-cache-dtype auto."),
+    ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype fp8_e5m2", "Use --kv-cache-dtype auto."),
+    ("kv_cache_dtype", "fp4_e2m1", "--kv-cache-dtype fp4_e2m1", "Use --kv-cache-dtype auto."),
+    ("speculative_num_steps", 3, "--speculative-num-steps 3", OWN_FLAGS),
+    ("speculative_eagle_topk", 4, "--speculative-eagle-topk 4", OWN_FLAGS),
+    ("speculative_num_draft_tokens", 16, "--speculative-num-draft-tokens 16", OWN_FLAGS),
+    ("speculative_dflash_block_size", 1, "--speculative-dflash-block-size 1", "Use 2 or more, or drop the flag"),
+    ("speculative_dflash_block_size", 0, "--speculative-dflash-block-size 0", "Use 2 or more, or drop the flag"),
+]
+
+
+@pytest.mark.parametrize("field, value, named, remedy", REFUSED)
+def test_refused_field(field, value, named, remedy, gpu):
+    message = refusal_of(**{field: value})
+    assert message.startswith(f"DDTREE does not support {named}") or field == "lora_paths"
+    assert named in message and remedy in message
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_a_drafter_is_required(path, gpu):
+    message = refusal_of(speculative_draft_model_path=path)
+    assert "--speculative-draft-model-path, got none" in message
+    assert "Give the path or name of a DFlash drafter" in message
+
+
+ATTENTION_FLAGS = ["attention_backend", "prefill_attention_backend", "decode_attention_backend"]
+
+
+@pytest.mark.parametrize("field", ATTENTION_FLAGS)
+@pytest.mark.parametrize("backend", ["fa3", "trtllm_mha", "flex_attention", "aiter", "intel_amx"])
+def test_refused_backend(field, backend, gpu):
+    message = refusal_of(**{field: backend})
+    assert f"--{field.replace('_', '-')} {backend}" in message and "ancestor mask" in message
+    remedy = "triton or flashinfer" if gpu else "torch_native"
+    assert message.endswith(f"Use --attention-backend {remedy}.")
+    assert ("this server runs on the CPU" in message) == (not gpu)
+
+
+@pytest.mark.parametrize("field", ATTENTION_FLAGS)
+def test_backends_of_the_other_device(field, gpu):
+    for backend in ("triton", "flashinfer"):
+        assert (
+            passes(**{field: backend})
+            if gpu
+            else "Use --attention-backend torch_native." in refusal_of(**{field: backend})
+        )
+    if gpu:
+        assert "triton or flashinfer" in refusal_of(**{field: "torch_native"})
+    else:
+        assert passes(**{field: "torch_native"})
+
+
+def test_a_cpu_server_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(requirements, "has_gpu", lambda: True)
+    message = refusal_of(device="cpu")
+    assert "--device cpu" in message and "Hide the GPU" in message and "drop the flag" in message
+    monkeypatch.setattr(requirements, "has_gpu", lambda: False)
+    assert passes(device="cpu")
+
+
+@pytest.mark.parametrize("size", [2, 16, 64])
+def test_pages_need_a_gpu(size, gpu):
+    if gpu:
+        assert passes(page_size=size)
+    else:
+        message = refusal_of(page_size=size)
+        assert f"--page-size {size}" in message and message.endswith("Use --page-size 1.")
+
+
+def test_simulated_acceptance(gpu, monkeypatch):
+    for harmless in ("", "0", "-1"):
+        monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", harmless)
+        assert passes()
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "2.5")
+    message = refusal_of()
+    assert "SGLANG_SIMULATE_ACC_LEN 2.5" in message and message.endswith("Unset the variable.")
+
+
+HARMLESS = [
+    {},
+    dict(device="auto"),
+    dict(device="cuda", attention_backend="triton"),
+    dict(pp_size=1, tp_size=2, dp_size=2, tokenizer_worker_num=1, page_size=1),
+    dict(disaggregation_mode="null", enable_lora=False, lora_paths=[], enable_dp_attention=False),
+    dict(kv_cache_dtype="auto"),
+    dict(kv_cache_dtype="bfloat16"),
+    dict(speculative_dflash_block_size=2, speculative_num_steps=None, speculative_adaptive=False),
+]
+
+
+@pytest.mark.parametrize("fields", HARMLESS, ids=str)
+def test_served(fields, gpu):
+    assert passes(**fields)
+
+
+def test_defaults_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(requirements, "has_gpu", lambda: False)
+    expected = dict(attention_backend="torch_native", device="cpu", disable_overlap_schedule=True, page_size=1)
+    assert requirements.defaults_for({}) == expected
+    assert requirements.defaults_for({"device": "auto", "page_size": 1}) == {
+        name: value for name, value in expected.items() if name != "page_size"
+    }
+    assert "attention_backend" not in requirements.defaults_for({"attention_backend": "torch_native"})
+
+
+def test_defaults_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(requirements, "has_gpu", lambda: True)
+    assert requirements.defaults_for({}) == {"attention_backend": "triton"}
+    assert requirements.defaults_for({"attention_backend": "flashinfer"}) == {}
+
+
+@pytest.mark.xfail(strict=True, reason="SGLang's own choice for the other phase is never looked at")
+@pytest.mark.parametrize("field", ATTENTION_FLAGS[1:])
+def test_one_phases_backend_leaves_no_other_to_sglang(field, monkeypatch):
+    """On a Hopper GPU SGLang would pick fa3 for the phase that is left open."""
+    monkeypatch.setattr(requirements, "has_gpu", lambda: True)
+    assert requirements.defaults_for({field: "triton"}).get("attention_backend") in ("triton", "flashinfer")
+
+
+@pytest.mark.xfail(strict=True, reason="an indexed CPU is taken for a GPU, and gets the Triton backend")
+def test_an_indexed_cpu_is_a_cpu(monkeypatch):
+    monkeypatch.setattr(requirements, "has_gpu", lambda: False)
+    assert requirements.on_cpu({"device": "cpu:0"})
+
+
+# --- The two checkpoints ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return tiny_models.make_target(tmp_path_factory.mktemp("models") / "target")
+
+
+def start(target, drafter, **keywords):
+    """The block size that a server resolves, or its refusal."""
+    server_args = ServerArgs(
+        model_path=str(target),
+        speculative_algorithm="DDTREE",
+        speculative_draft_model_path=str(drafter),
+        **keywords,
+    )
+    return server_args._ddtree_config.block_size
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    return folder
+
+
+def test_a_fitting_pair(target, tmp_path):
+    assert start(target, tiny_models.make_drafter(tmp_path / "d", block_size=2)) == 2
+    deepest = tiny_models.make_drafter(tmp_path / "e", layer_ids=(0, 3), block_size=16)
+    assert start(target, deepest) == 16
+
+
+def test_block_size_of_a_checkpoint_without_one_is_16(target, tmp_path):
+    drafter = edit_config(tiny_models.make_drafter(tmp_path / "d"), block_size=None)
+    assert start(target, drafter) == 16
+    nested = {"mask_token_id": 300, "target_layer_ids": [0, 1, 2], "block_size": 5}
+    drafter = edit_config(tiny_models.make_drafter(tmp_path / "nested"), dflash_config=nested)
+    assert start(target, drafter) == 5
+
+
+@pytest.mark.parametrize("architectures", [["Qwen3ForCausalLM"], None], ids=str)
+def test_a_drafter_that_is_no_dflash_model(architectures, target, tmp_path):
+    drafter = edit_config(tiny_models.make_drafter(tmp_path / "d"), architectures=architectures)
+    with pytest.raises(FlagError) as error:
+        start(target, drafter)
+    message = str(error.value)
+    assert f"--speculative-draft-model-path {drafter}" in message
+    assert (str(architectures) if architectures else "no architecture") in message
+    assert "Give a checkpoint whose config.json names DFlashDraftModel." in message
+
+
+UNREADABLE = {"no folder": None, "empty": "", "broken": "{broken", "empty list": '{"architectures": []}'}
+
+
+@pytest.fixture(params=UNREADABLE.values(), ids=UNREADABLE)
+def unreadable(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    drafter = tmp_path / "nowhere"
+    if request.param is not None:
+        drafter.mkdir()
+        (drafter / "config.json").write_text(request.param)
+    return drafter
+
+
+def assert_says_unreadable(error, drafter):
+    message = str(error.value)
+    assert f"--speculative-draft-model-path {drafter}" in message
+    assert "Give a folder or a hub name of a DFlash checkpoint." in message
+
+
+def test_an_unreadable_drafter(unreadable):
+    with pytest.raises(FlagError) as error:
+        check(model_config(Qwen3Config()), unreadable)
+    assert_says_unreadable(error, unreadable)
+
+
+@pytest.mark.xfail(strict=True, reason="SGLang reads the drafter's config before DDTREE does, and its error wins")
+def test_a_server_with_an_unreadable_drafter(unreadable, target):
+    with pytest.raises(FlagError) as error:
+        start(target, unreadable)
+    assert_says_unreadable(error, unreadable)
+
+
+def test_another_hidden_size(target, tmp_path):
+    drafter = tiny_models.make_drafter(tmp_path / "d", hidden=32)
+    with pytest.raises(FlagError) as error:
+        start(target, drafter)
+    message = str(error.value)
+    assert f"--speculative-draft-model-path {drafter} has hidden_size 32" in message
+    assert f"{target} has 64" in message and "Use the drafter that was trained for this target." in message
+
+
+@pytest.mark.parametrize("ids", [(0, 4), (-1, 2), (99,)], ids=str)
+def test_target_layers_that_do_not_exist(ids, target, tmp_path):
+    drafter = tiny_models.make_drafter(tmp_path / "d", layer_ids=ids)
+    with pytest.raises(FlagError) as error:
+        start(target, drafter)
+    message = str(error.value)
+    assert f"--speculative-draft-model-path {drafter} reads target layers {list(ids)}" in message
+    assert "has layers 0 to 3" in message and "Use the drafter that was trained for this target." in message
+
+
+def test_more_candidates_than_tokens(target, tmp_path):
+    drafter = tiny_models.make_drafter(tmp_path / "d")
+    assert start(target, drafter, speculative_ddtree_topk_cap=320) == 8
+    with pytest.raises(FlagError) as error:
+        start(target, drafter, speculative_ddtree_topk_cap=321)
+    assert str(error.value) == f"{CAP} must be at most the vocabulary's 320 tokens, got 321."
+
+
+def test_a_block_without_a_draft(target, tmp_path):
+    drafter = tiny_models.make_drafter(tmp_path / "d", block_size=1)
+    with pytest.raises(FlagError) as error:
+        start(target, drafter)
+    message = str(error.value)
+    assert f"--speculative-draft-model-path {drafter} has block_size 1" in message
+    assert "at least one draft" in message
+    # The flag overrides the checkpoint.
+    assert start(target, drafter, speculative_dflash_block_size=4) == 4
+
+
+# --- Hybrid and windowed targets --------------------------------------------------------------------
+
+
+def granite(layer_type):
+    config = configs.GraniteMoeHybridConfig()
+    config.layer_types = [layer_type] * 4
+    return config
+
+
+ATTENTION_ONLY = {
+    "Qwen3": Qwen3Config,
+    "Llama": LlamaConfig,
+    "Granite without Mamba": lambda: granite("attention"),
+}
+HYBRIDS = {
+    "Qwen3-Next": (configs.Qwen3NextConfig, "gated delta rule (GDN)"),
+    "Qwen3.5": (configs.Qwen3_5Config, "gated delta rule (GDN)"),
+    "Qwen3.5 MoE": (configs.Qwen3_5MoeConfig, "gated delta rule (GDN)"),
+    "Jet-Nemotron": (configs.JetNemotronConfig, "gated delta rule (GDN)"),
+    "Falcon-H1": (configs.FalconH1Config, "Mamba2 or short convolution"),
+    "Nemotron-H": (configs.NemotronHConfig, "Mamba2 or short convolution"),
+    "Granite with Mamba": (lambda: granite("mamba"), "Mamba2 or short convolution"),
+    "LFM2": (configs.Lfm2Config, "Mamba2 or short convolution"),
+    "LFM2 MoE": (configs.Lfm2MoeConfig, "Mamba2 or short convolution"),
+    "Kimi Linear": (configs.KimiLinearConfig, "Kimi delta attention (KDA)"),
+    "Bailing": (configs.BailingHybridConfig, "Lightning attention"),
+}
+
+
+def model_config(hf_config, **fields):
+    """The part of SGLang's ModelConfig that is read, around one of its real checkpoint configs."""
+    defaults = dict(
+        hf_config=hf_config,
+        hf_text_config=SimpleNamespace(hidden_size=tiny_models.HIDDEN, num_hidden_layers=4),
+        vocab_size=tiny_models.VOCABULARY,
+        is_draft_model=False,
+        linear_attn_registry_result=None,
+        is_hybrid_swa=False,
+        attention_chunk_size=None,
+    )
+    return SimpleNamespace(**(defaults | fields))
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    return tiny_models.make_drafter(tmp_path_factory.mktemp("models") / "drafter", block_size=8)
+
+
+def check(target_config, drafter, **flags):
+    server_args = SimpleNamespace(
+        model_path="org/target",
+        get_model_config=lambda: target_config,
+        speculative_draft_model_path=str(drafter),
+        speculative_draft_model_revision=None,
+        speculative_dflash_block_size=None,
+        trust_remote_code=False,
+        json_model_override_args="{}",
+        device="cuda",
+    )
+    return requirements.check_models(server_args, DDTreeConfig(**flags))
+
+
+@pytest.mark.parametrize("make", ATTENTION_ONLY.values(), ids=ATTENTION_ONLY)
+def test_attention_only_targets_are_served(make, drafter):
+    assert requirements.recurrent_layer_type(model_config(make())) is None
+    assert check(model_config(make()), drafter) == 8
+
+
+@pytest.mark.parametrize("make, kind", HYBRIDS.values(), ids=HYBRIDS)
+def test_hybrid_targets_are_refused_with_both_ways_out(make, kind, drafter, caplog):
+    target_config = model_config(make())
+    with pytest.raises(FlagError) as error:
+        check(target_config, drafter)
+    message = str(error.value)
+    assert "org/target has recurrent layers" in message and kind in message
+    assert f"{SHADOW} serves DFLASH's chain" in message and f"{UNSAFE} runs the tree anyway" in message
+    assert check(target_config, drafter, shadow_linear=True) == 8
+    assert caplog.records == []
+    assert check(target_config, drafter, allow_hybrid_unsafe=True) == 8
+    (warning,) = caplog.records
+    assert kind in warning.getMessage() and UNSAFE in warning.getMessage()
+
+
+def test_a_recurrent_kind_that_only_sglangs_registry_knows(drafter):
+    target_config = model_config(Qwen3Config(), linear_attn_registry_result=("spec", "config"))
+    with pytest.raises(FlagError, match="recurrent layers of type recurrent"):
+        check(target_config, drafter)
+
+
+@pytest.mark.parametrize("fields", [dict(is_hybrid_swa=True), dict(attention_chunk_size=8192)], ids=str)
+def test_windowed_targets_are_refused(fields, drafter):
+    target_config = model_config(Qwen3Config(), **fields)
+    for flags in ({}, dict(allow_hybrid_unsafe=True)):
+        with pytest.raises(FlagError) as error:
+            check(target_config, drafter, **flags)
+        message = str(error.value)
+        assert "org/target uses sliding-window attention" in message
+        assert f"Serve the chain with {SHADOW}, or drop DDTREE." in message
+    assert check(target_config, drafter, shadow_linear=True) == 8
+
+
+@pytest.mark.parametrize("window, windowed", [(None, False), (-1, False), (0, False), (1, True), (4095, True)])
+def test_a_window_that_shows_once_the_target_is_loaded(window, windowed):
+    server_args = SimpleNamespace(model_path="org/target")
+    runner = SimpleNamespace(sliding_window_size=window)
+    requirements.check_loaded_target(server_args, runner, DDTreeConfig(shadow_linear=True))
+    if windowed:
+        with pytest.raises(FlagError, match=f"org/target uses sliding-window attention.*{SHADOW}"):
+            requirements.check_loaded_target(server_args, runner, DDTreeConfig())
+    else:
+        requirements.check_loaded_target(server_args, runner, DDTreeConfig())
