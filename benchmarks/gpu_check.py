@@ -126,7 +126,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("server_flags", nargs="*", help="after --: more flags for every server")
     args = parser.parse_args()
+    # Servers run in the output folder.
     args.out = args.out.resolve()
+    args.target, args.drafter = (
+        str(Path(name).resolve()) if Path(name).exists() else name for name in (args.target, args.drafter)
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     prompts = load_prompts(args.target, not args.raw)
     modes = ["plain", "dflash", *(f"ddtree-{budget}" for budget in args.budgets)]

@@ -78,8 +78,6 @@ def _integer(field: str, low: int, high: int | None = None) -> Callable[[Any], i
     def parse(value: Any) -> int:
         expected = f"an integer of at least {low}" + (f" and at most {high}" if high else "")
         try:
-            if isinstance(value, bool):
-                raise ValueError
             number = int(str(value))
         except ValueError:
             raise FlagError(f"{flag_name(field)} must be {expected}, got {value!r}.") from None
@@ -190,12 +188,14 @@ def _init_hook(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
     given = {dest: value for dest, value in given.items() if value is not None}
     bound = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
     if str(bound.get("speculative_algorithm") or "").upper() == ALGORITHM:
-        from sglang_ddtree import requirements
+        from sglang_ddtree import compat, requirements
 
         config = config_from(given)
         fields = {**dict(bound), "speculative_algorithm": ALGORITHM}
         fields.pop("self", None)
+        compat.check()
         requirements.check_fields(fields, config)
+        requirements.check_drafter_readable(fields)
         kwargs.update(requirements.defaults_for(fields))
         self._ddtree_config = config
     elif given:

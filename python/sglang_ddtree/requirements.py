@@ -6,6 +6,7 @@ first error names what the user typed; :func:`check_models` looks at the two che
 
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any
 
 from sglang_ddtree.flags import DDTreeConfig, FlagError, flag_name
@@ -24,8 +25,13 @@ def has_gpu() -> bool:
 
 def on_cpu(fields: dict[str, Any]) -> bool:
     """Whether the server will run on the CPU: asked for, or nothing else is there."""
-    device = fields.get("device")
-    return device == "cpu" or (device in (None, "auto") and not has_gpu())
+    device = _device_type(fields)
+    return device == "cpu" or (device == "auto" and not has_gpu())
+
+
+def _device_type(fields: dict[str, Any]) -> str:
+    """ "cuda" of "cuda:1"; "auto" where nothing was asked for."""
+    return str(fields.get("device") or "auto").split(":")[0]
 
 
 def backends_for(fields: dict[str, Any]) -> tuple[str, ...]:
@@ -36,7 +42,8 @@ def defaults_for(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields that SGLang would resolve to something DDTREE cannot use, set beforehand."""
     chosen: dict[str, Any] = {}
     backend_flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    if all(fields.get(name) is None for name in backend_flags):
+    # What SGLang would pick for a phase that is left open may not know trees.
+    if fields.get("attention_backend") is None and any(fields.get(name) is None for name in backend_flags[1:]):
         chosen["attention_backend"] = backends_for(fields)[0]
         logger.info("DDTREE: --attention-backend not given, using %s", chosen["attention_backend"])
     if on_cpu(fields):
@@ -48,7 +55,8 @@ def defaults_for(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(flag: str, got: Any, reason: str, remedy: str) -> None:
-    raise FlagError(f"DDTREE does not support {flag} {got}: {reason}. {remedy}.")
+    value = "" if got is True or got == "" else f" {got}"
+    raise FlagError(f"DDTREE does not support {flag}{value}: {reason}. {remedy}.")
 
 
 def check_fields(fields: dict[str, Any], config: DDTreeConfig) -> None:
@@ -66,9 +74,9 @@ def check_fields(fields: dict[str, Any], config: DDTreeConfig) -> None:
             "DDTREE needs --speculative-draft-model-path, got none. Give the path or name of a DFlash "
             "drafter for this target, e.g. z-lab/Qwen3-8B-DFlash-b16 for Qwen/Qwen3-8B."
         )
-    if str(get("device") or "cuda").split(":")[0] not in ("cuda", "cpu", "auto"):
+    if _device_type(fields) not in ("cuda", "cpu", "auto"):
         _refuse("--device", get("device"), "it runs on NVIDIA GPUs and on the CPU", "Use cuda or cpu")
-    if get("device") == "cpu" and has_gpu():
+    if _device_type(fields) == "cpu" and has_gpu():
         _refuse(
             "--device",
             "cpu",
@@ -164,7 +172,12 @@ def recurrent_layer_type(model_config: Any) -> str | None:
         ("recurrent", hybrid_arch.mambaish_config),
     )
     for name, find in kinds:
-        if find(model_config) is not None:
+        try:
+            found = find(model_config)
+        except ValueError:
+            # Inkling's config asks for a context that exists only in a running server.
+            found = model_config.hf_config
+        if found is not None:
             return name
     return None
 
@@ -192,6 +205,22 @@ def load_draft_config(server_args: Any) -> Any:
             f"DDTREE cannot read the drafter's config from --speculative-draft-model-path {path}: "
             f"{type(error).__name__}: {error}. Give a folder or a hub name of a DFlash checkpoint."
         ) from error
+
+
+def check_drafter_readable(fields: dict[str, Any]) -> None:
+    """Read the drafter's config before SGLang does, whose error would not name the flag.
+
+    Raises:
+        FlagError: the path or the config cannot be read.
+    """
+    load_draft_config(
+        SimpleNamespace(
+            speculative_draft_model_path=fields["speculative_draft_model_path"],
+            speculative_draft_model_revision=fields.get("speculative_draft_model_revision"),
+            trust_remote_code=bool(fields.get("trust_remote_code")),
+            json_model_override_args=fields.get("json_model_override_args") or "{}",
+        )
+    )
 
 
 def check_models(server_args: Any, config: DDTreeConfig) -> int:
@@ -236,7 +265,10 @@ def check_models(server_args: Any, config: DDTreeConfig) -> int:
     asked = server_args.speculative_dflash_block_size
     block_size = int(asked) if asked is not None else parsed.resolve_block_size(default=16)
     if block_size is None or int(block_size) < 2:
-        raise FlagError(f"{where} has block_size {block_size}: a block holds the last token and at least one draft.")
+        raise FlagError(
+            f"{where} has block_size {block_size}: a block holds the last token and at least one draft. Use a drafter "
+            "with a larger block."
+        )
     if not config.shadow_linear:
         _check_tree_target(server_args, target, config)
     return int(block_size)

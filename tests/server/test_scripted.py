@@ -4,7 +4,7 @@ Besides the tokens, the histogram of accepted drafts shows that the intended pat
 """
 
 import pytest
-from conftest import BLOCK_SIZE, Pair
+from pairs import BLOCK_SIZE, Pair
 from serving import output_ids
 
 DEPTH = BLOCK_SIZE - 1

@@ -17,7 +17,7 @@ load_plugins()
 import sglang  # noqa: E402
 from sglang.srt.server_args import prepare_server_args  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
-from sglang_ddtree import activation, compat, overlay  # noqa: E402
+from sglang_ddtree import activation, compat, cpu, overlay  # noqa: E402
 from sglang_ddtree.flags import DDTreeConfig, config_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,9 +61,11 @@ if cpu.needs_stand_ins():
 {program}
 print("REPORT" + json.dumps(report))
 """
+    # What the plugin must arrange by itself is not inherited.
+    inherited = {name: value for name, value in os.environ.items() if name not in cpu.ENVIRONMENT}
     done = subprocess.run(
         [sys.executable, "-c", head, json.dumps(plain(models)), json.dumps(ddtree(models))],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**inherited, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -403,6 +405,20 @@ def test_an_internal_with_another_signature(name, models, monkeypatch):
     missing = sorted(set(compat.INTERNALS["0.5.17"][name]) - {"self", "cls"})
     assert f"{name} has no parameter {', '.join(missing)}" in reason(ddtree(models))
     assert starts(plain(models))
+
+
+# Its base class has a method of the same name and parameters, so that a missing one does not show.
+INHERITED = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend"
+
+
+@pytest.mark.parametrize("name", sorted(set(compat.INTERNALS["0.5.17"]) - {*BREAKABLE, INHERITED}))
+def test_a_missing_internal_that_any_server_needs(name, monkeypatch):
+    if name.endswith("Backend.DISABLED"):  # members of an enum cannot be deleted
+        monkeypatch.setattr("sglang.srt.model_executor.cuda_graph_config.Backend", SimpleNamespace())
+    else:
+        break_it(monkeypatch, name)
+    named = [problem for problem in compat.problems("0.5.17") if problem.startswith(f"{name} ")]
+    assert len(named) == 1
 
 
 def test_a_missing_module(models, monkeypatch):

@@ -45,7 +45,7 @@ REFUSED = [
     ("device", "xpu", "--device xpu", "Use cuda or cpu."),
     ("device", "npu", "--device npu", "Use cuda or cpu."),
     ("pp_size", 2, "--pp-size 2", "Use --tp-size."),
-    ("enable_dp_attention", True, "--enable-dp-attention", "Use --tp-size or plain --dp-size."),
+    ("enable_dp_attention", True, "--enable-dp-attention", "Use --tp-size, or several servers."),
     ("disaggregation_mode", "prefill", "--disaggregation-mode prefill", "Serve prefill and decode from one server."),
     ("disaggregation_mode", "decode", "--disaggregation-mode decode", "Serve prefill and decode from one server."),
     ("enable_lora", True, "--enable-lora", "Drop LoRA or DDTREE."),
@@ -165,7 +165,6 @@ def test_defaults_with_a_gpu(monkeypatch):
     assert requirements.defaults_for({"attention_backend": "flashinfer"}) == {}
 
 
-@pytest.mark.xfail(strict=True, reason="SGLang's own choice for the other phase is never looked at")
 @pytest.mark.parametrize("field", ATTENTION_FLAGS[1:])
 def test_one_phases_backend_leaves_no_other_to_sglang(field, monkeypatch):
     """On a Hopper GPU SGLang would pick fa3 for the phase that is left open."""
@@ -173,7 +172,6 @@ def test_one_phases_backend_leaves_no_other_to_sglang(field, monkeypatch):
     assert requirements.defaults_for({field: "triton"}).get("attention_backend") in ("triton", "flashinfer")
 
 
-@pytest.mark.xfail(strict=True, reason="an indexed CPU is taken for a GPU, and gets the Triton backend")
 def test_an_indexed_cpu_is_a_cpu(monkeypatch):
     monkeypatch.setattr(requirements, "has_gpu", lambda: False)
     assert requirements.on_cpu({"device": "cpu:0"})
@@ -255,7 +253,6 @@ def test_an_unreadable_drafter(unreadable):
     assert_says_unreadable(error, unreadable)
 
 
-@pytest.mark.xfail(strict=True, reason="SGLang reads the drafter's config before DDTREE does, and its error wins")
 def test_a_server_with_an_unreadable_drafter(unreadable, target):
     with pytest.raises(FlagError) as error:
         start(target, unreadable)
@@ -387,6 +384,15 @@ def test_a_recurrent_kind_that_only_sglangs_registry_knows(drafter):
     target_config = model_config(Qwen3Config(), linear_attn_registry_result=("spec", "config"))
     with pytest.raises(FlagError, match="recurrent layers of type recurrent"):
         check(target_config, drafter)
+
+
+def test_inklings_short_convolutions_are_refused(drafter):
+    try:
+        check(model_config(configs.InklingModelConfig()), drafter)
+    except FlagError as error:
+        assert SHADOW in str(error)
+    else:
+        pytest.fail("served")
 
 
 @pytest.mark.parametrize("fields", [dict(is_hybrid_swa=True), dict(attention_chunk_size=8192)], ids=str)

@@ -132,7 +132,6 @@ def test_refused_heads():
         topk.topk_logprobs(hidden, make_head(weight.to(torch.int8)), 2)
 
 
-@pytest.mark.xfail(strict=True, reason="a float8 weight counts as floating point, a packed head has no weight")
 @pytest.mark.parametrize("kind", ["float8", "packed"])
 def test_refused_quantised_heads(kind):
     hidden, weight = draw(9, 1, 12)

@@ -16,8 +16,8 @@ def local_vocabulary(lm_head: Any) -> tuple[torch.Tensor, int]:
     Raises:
         ValueError: the head is quantised or has added vocabulary.
     """
-    weight = lm_head.weight
-    if not torch.is_floating_point(weight):
+    weight = getattr(lm_head, "weight", None)
+    if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError("DDTREE needs an unquantised lm_head: the drafter's probabilities are computed with it.")
     shard = getattr(lm_head, "shard_indices", None)
     if shard is None:

@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.ddtree_sampling import choose_tokens
-from sglang.srt.speculative.ddtree_topk import topk_logprobs
+from sglang.srt.speculative.ddtree_topk import local_vocabulary, topk_logprobs
 from sglang.srt.speculative.ddtree_utils import (
     DraftTree,
     WalkResult,
@@ -61,6 +61,8 @@ class DDTreeWorker(DFlashWorkerV2):
             speculative_eagle_topk=1,
         )
         super().__init__(draft_args, gpu_id, ps, nccl_port, target_worker)
+        # Refuse a head that the drafter's probabilities cannot be computed with now, not in the first round.
+        local_vocabulary(target_worker.model_runner.model.lm_head)
         # The drafter embeds its block itself: SGLang's runner would round embeddings handed to it to bfloat16.
         self.draft_model.forward_embed = self._embed_block
 

@@ -1,0 +1,134 @@
+"""A tiny target, its drafter, and the servers on them: one per configuration and session.
+
+An idle server sleeps, so all of them can stay up; only one answers at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import torch
+from serving import GPU_ENVIRONMENT, HERE, Server, output_ids
+
+CONTEXT = 512
+BLOCK_SIZE = 8
+COMMON = (
+    *("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "16"),
+    *("--random-seed", "7", "--cuda-graph-backend-prefill", "disabled"),
+)
+if not torch.cuda.is_available():
+    COMMON = COMMON[:-2]
+
+
+def greedy(target: Path, prompt: list[int], tokens: int) -> list[int]:
+    """The target's greedy continuation, with transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(tokens):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def _set_end(target: Path) -> tuple[list[int], int]:
+    """Make a token that the target says within an accepted run its end of sequence.
+
+    Returns:
+        The prompt, and the index of that token in its greedy continuation: neither the first token of a round that
+        accepts all drafts nor its last.
+    """
+    for trial in range(100):
+        prompt = list(b"the end comes in mid-path %d" % trial)
+        tokens = greedy(target, prompt, 40)
+        for index in range(BLOCK_SIZE, 40):
+            # One token from prefill, then BLOCK_SIZE a round.
+            if tokens[index] not in tokens[:index] and (index - 1) % BLOCK_SIZE in range(2, BLOCK_SIZE - 2):
+                for name in ("config.json", "generation_config.json"):
+                    path = target / name
+                    content = json.loads(path.read_text())
+                    content["eos_token_id"] = tokens[index]
+                    path.write_text(json.dumps(content))
+                return prompt, index
+    raise AssertionError("no prompt whose continuation brings a new token late enough")
+
+
+@dataclasses.dataclass
+class Pair:
+    """One target, its drafter, and the servers started on them."""
+
+    folder: Path
+    kind: str
+    eos_prompt: list[int]
+    eos_at: int
+    servers: dict[str, Server] = dataclasses.field(default_factory=dict)
+
+    @property
+    def target(self) -> Path:
+        return self.folder / "target"
+
+    @property
+    def drafter(self) -> Path:
+        return self.folder / "drafter"
+
+    @property
+    def script_path(self) -> Path:
+        return self.folder / "script.json"
+
+    def script(self, **content: Any) -> None:
+        """What the scripted drafter proposes from now on; nothing: the real drafter."""
+        before = self.script_path.stat().st_mtime_ns if self.script_path.exists() else 0
+        self.script_path.write_text(json.dumps(content))
+        if self.script_path.stat().st_mtime_ns <= before:
+            os.utime(self.script_path, ns=(before + 1, before + 1))
+
+    def server(self, name: str, *args: str) -> Server:
+        """The server of that name, started on first use."""
+        if name not in self.servers:
+            # One thread: two that wait for each other lose more than tiny matrices gain.
+            env = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT}
+            command = ["--model-path", str(self.target), *COMMON, *args]
+            if name != "plain":
+                command += ["--speculative-algorithm", "DDTREE"]
+                command += ["--speculative-draft-model-path", str(self.drafter)]
+                env["DDTREE_TEST_SCRIPT"] = str(self.script_path)
+                env["DDTREE_TEST_TARGET"] = str(self.target)
+            server = Server(command, self.folder / f"{name}.log", env=env)
+            self.servers[name] = server
+            server.wait_ready()
+        return self.servers[name]
+
+    @property
+    def plain(self) -> Server:
+        return self.server("plain")
+
+    @property
+    def tree(self) -> Server:
+        return self.server("tree", "--speculative-ddtree-budget", "15")
+
+    @property
+    def chain(self) -> Server:
+        return self.server("chain", "--speculative-ddtree-shadow-linear")
+
+    def expected(self, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
+        """Greedy token ids without speculation."""
+        return output_ids(self.plain.generate(prompts, **sampling))
+
+    def stop(self) -> None:
+        for server in self.servers.values():
+            server.stop()
+
+
+def make_pair(folder: Path, kind: str) -> Pair:
+    tiny_models.make_target(folder / "target", kind, context=CONTEXT)
+    eos_prompt, eos_at = _set_end(folder / "target")
+    tiny_models.make_drafter(folder / "drafter", block_size=BLOCK_SIZE)
+    pair = Pair(folder, kind, eos_prompt, eos_at)
+    pair.script()
+    return pair
