@@ -83,14 +83,21 @@ class Launched:
                 )
             try:
                 with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=20):
-                    print(f"\rready after {waited:.0f} s" + " " * 20)
+                    print(f"{chr(13) if sys.stdout.isatty() else ''}ready after {waited:.0f} s" + " " * 20)
                     return
             except (urllib.error.URLError, OSError):
-                print(f"\rwaiting for the server: {waited:.0f} s", end="", flush=True)
+                self.show_waiting(waited)
                 time.sleep(1)
         raise ServeError(
             f"the server was not healthy after {HEALTH_TIMEOUT_S} s; the end of {self.log}:\n{self.tail()}"
         )
+
+    def show_waiting(self, waited: float) -> None:
+        """A line that counts up in a terminal, a line every 15 s elsewhere."""
+        if sys.stdout.isatty():
+            print(f"\rwaiting for the server: {waited:.0f} s", end="", flush=True)
+        elif int(waited) % 15 == 0:
+            print(f"waiting for the server: {waited:.0f} s", flush=True)
 
     def chat(self, question: str, max_tokens: int) -> dict[str, Any]:
         """One greedy chat completion, with SGLang's meta info."""

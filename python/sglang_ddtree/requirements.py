@@ -100,7 +100,7 @@ def check_fields(fields: dict[str, Any], config: DDTreeConfig) -> None:
             "--enable-dp-attention",
             "",
             "idle ranks have no tree to verify",
-            "Use --tp-size or plain --dp-size",
+            "Use --tp-size, or several servers",
         )
     if (get("disaggregation_mode") or "null") != "null":
         _refuse(
