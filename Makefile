@@ -1,6 +1,10 @@
-# make serve   a server on whatever device there is, with one answer to look at
-# make test    the whole CPU suite (sets itself up)
-# make help    the rest
+## make serve     a server on whatever device there is, with one answer to look at
+## make test      the whole CPU suite; TESTS=tests/unit for one folder
+## make test-gpu  what needs a GPU; skipped with a reason elsewhere
+## make lint      ruff and mypy, changes nothing; make format changes files
+## make venv      the virtual environment alone
+## make model     fetch and convert SmolLM2-135M-Instruct
+## Variables: PORT, BUDGET, TOPK_CAP, SERVE_FLAGS, TESTS, PYTHON, VENV
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -17,12 +21,7 @@ SOURCES := python/sglang_ddtree scripts benchmarks tests python/sglang
 .PHONY: help venv model serve test test-gpu lint format clean
 
 help:
-	@sed -n 's/^# //p' $(MAKEFILE_LIST)
-# make venv    the virtual environment alone
-# make model   fetch and convert SmolLM2-135M-Instruct
-# make test-gpu  what needs a GPU; skipped with a reason elsewhere
-# make lint    ruff and mypy, changes nothing;  make format  changes files
-# Variables: PORT, BUDGET, TOPK_CAP, SERVE_FLAGS, TESTS (e.g. TESTS=tests/unit), PYTHON, VENV
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
 
 venv: $(STAMP)
 

@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from launcher import HOST, ServerDied, ServerProcess, free_port
+
 ROOT = Path(__file__).resolve().parent.parent
-HOST = "127.0.0.1"
 HEALTH_TIMEOUT_S = 600
 QUESTION = "Write a Python function that returns the n-th Fibonacci number, and explain it step by step."
 
 
 class ServeError(RuntimeError):
-    """The server could not be started; the message holds the end of its log."""
+    """What was asked for cannot be served; the message says why and what to do."""
 
 
 def device_flags() -> list[str]:
@@ -49,98 +47,55 @@ def device_flags() -> list[str]:
 def launch_command(args: argparse.Namespace, port: int, mode: list[str]) -> list[str]:
     return [
         *(sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port)),
-        *("--model-path", str(args.target), "--speculative-algorithm", "DDTREE"),
-        *("--speculative-draft-model-path", str(args.drafter)),
+        *("--model-path", str(args.target.resolve()), "--speculative-algorithm", "DDTREE"),
+        *("--speculative-draft-model-path", str(args.drafter.resolve())),
         *mode,
         *device_flags(),
         *args.server_flags,
     ]
 
 
-class Launched:
-    """A server in a process group of its own, its output in a log file."""
-
-    def __init__(self, command: list[str], port: int, log: Path):
-        self.port, self.log = port, log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as sink:
-            self.process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
-
-    def tail(self, lines: int = 25) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def wait_ready(self) -> None:
-        """Show the waiting time until /health answers.
-
-        Raises:
-            ServeError: the process died, or did not become healthy in time.
-        """
-        start = time.monotonic()
-        while (waited := time.monotonic() - start) < HEALTH_TIMEOUT_S:
-            if self.process.poll() is not None:
-                raise ServeError(
-                    f"the server died with exit code {self.process.returncode}; the end of {self.log}:\n{self.tail()}"
-                )
-            try:
-                with urllib.request.urlopen(f"http://{HOST}:{self.port}/health", timeout=20):
-                    print(f"{chr(13) if sys.stdout.isatty() else ''}ready after {waited:.0f} s" + " " * 20)
-                    return
-            except (urllib.error.URLError, OSError):
-                self.show_waiting(waited)
-                time.sleep(1)
-        raise ServeError(
-            f"the server was not healthy after {HEALTH_TIMEOUT_S} s; the end of {self.log}:\n{self.tail()}"
-        )
-
-    def show_waiting(self, waited: float) -> None:
-        """A line that counts up in a terminal, a line every 15 s elsewhere."""
-        if sys.stdout.isatty():
-            print(f"\rwaiting for the server: {waited:.0f} s", end="", flush=True)
-        elif int(waited) % 15 == 0:
-            print(f"waiting for the server: {waited:.0f} s", flush=True)
-
-    def chat(self, question: str, max_tokens: int) -> dict[str, Any]:
-        """One greedy chat completion, with SGLang's meta info."""
-        body = {
-            "model": "default",
-            "messages": [{"role": "user", "content": question}],
-            "temperature": 0,
-            "max_tokens": max_tokens,
-            "return_meta_info": True,
-        }
-        request = urllib.request.Request(
-            f"http://{HOST}:{self.port}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        start = time.monotonic()
-        with urllib.request.urlopen(request, timeout=600) as response:
-            choice = json.load(response)["choices"][0]
-        meta = choice["meta_info"]
-        rounds = meta["spec_verify_ct"]
-        return {
-            "text": choice["message"]["content"],
-            "tokens": meta["completion_tokens"],
-            "rounds": rounds,
-            "per_round": (meta["spec_num_correct_drafts"] + rounds) / max(rounds, 1),
-            "seconds": time.monotonic() - start,
-        }
-
-    def stop(self) -> None:
-        for sign, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-            try:
-                os.killpg(self.process.pid, sign)
-                self.process.wait(patience)
-            except ProcessLookupError:
-                return
-            except subprocess.TimeoutExpired:
-                continue
+def show_waiting(waited: float) -> None:
+    """A line that counts up in a terminal, a line every 15 s elsewhere."""
+    if sys.stdout.isatty():
+        print(f"\rwaiting for the server: {waited:.0f} s", end="", flush=True)
+    elif int(waited) % 15 == 0:
+        print(f"waiting for the server: {waited:.0f} s", flush=True)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+def launch(command: list[str], port: int, log: Path, running: list[ServerProcess]) -> ServerProcess:
+    """Start a server, remember it in ``running``, and return once it is healthy."""
+    server = ServerProcess(command, port, log)
+    running.append(server)
+    took = server.wait_ready(HEALTH_TIMEOUT_S, show_waiting)
+    print(f"{chr(13) if sys.stdout.isatty() else ''}ready after {took:.0f} s" + " " * 20, flush=True)
+    return server
+
+
+def chat(server: ServerProcess, question: str, max_tokens: int) -> dict[str, Any]:
+    """One greedy chat completion, with SGLang's meta info."""
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "return_meta_info": True,
+    }
+    request = urllib.request.Request(
+        server.url + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    start = time.monotonic()
+    with urllib.request.urlopen(request, timeout=600) as response:
+        choice = json.load(response)["choices"][0]
+    meta = choice["meta_info"]
+    rounds = meta["spec_verify_ct"]
+    return {
+        "text": choice["message"]["content"],
+        "tokens": meta["completion_tokens"],
+        "rounds": rounds,
+        "per_round": (meta["spec_num_correct_drafts"] + rounds) / max(rounds, 1),
+        "seconds": time.monotonic() - start,
+    }
 
 
 def check_inputs(args: argparse.Namespace) -> None:
@@ -169,20 +124,18 @@ def run(args: argparse.Namespace) -> None:
     tree_mode += ["--speculative-ddtree-topk-cap", str(args.topk_cap)]
     command = launch_command(args, args.port, tree_mode)
     print(shlex.join(command), flush=True)
-    running = [Launched(command, args.port, logs / "ddtree.log")]
+    running: list[ServerProcess] = []
     try:
-        server = running[0]
-        server.wait_ready()
-        tree = server.chat(args.question, args.max_tokens)
+        server = launch(command, args.port, logs / "ddtree.log", running)
+        tree = chat(server, args.question, args.max_tokens)
         print(f"\n> {args.question}\n\n{tree['text']}\n")
         report("tree", tree)
 
+        print("\nthe same request with DFLASH's chain, for comparison", flush=True)
         port = free_port()
-        chain = Launched(launch_command(args, port, ["--speculative-ddtree-shadow-linear"]), port, logs / "chain.log")
-        running.append(chain)
-        print("\nthe same request with DFLASH's chain, for comparison")
-        chain.wait_ready()
-        linear = chain.chat(args.question, args.max_tokens)
+        command = launch_command(args, port, ["--speculative-ddtree-shadow-linear"])
+        chain = launch(command, port, logs / "chain.log", running)
+        linear = chat(chain, args.question, args.max_tokens)
         chain.stop()
         report("tree", tree)
         report("chain", linear)
@@ -192,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
             return
         print(f"\nserving on http://{HOST}:{args.port}/v1 until Ctrl-C; log: {server.log}", flush=True)
         server.process.wait()
-        raise ServeError(f"the server ended with exit code {server.process.returncode}:\n{server.tail()}")
+        raise ServeError(f"the server ended with exit code {server.process.returncode}:\n{server.log_tail()}")
     finally:
         for launched in running:
             launched.stop()
@@ -209,11 +162,13 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--once", action="store_true", help="end after the comparison")
     parser.add_argument("server_flags", nargs="*", help="after --: more flags for the server")
+    # A polite kill stops the servers too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run(parser.parse_args())
     except KeyboardInterrupt:
         print("\nstopped")
-    except ServeError as error:
+    except (ServeError, ServerDied) as error:
         print(f"\nserve: {error}", file=sys.stderr)
         return 1
     return 0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -16,20 +13,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "scripts"))
+
+from launcher import HOST, ServerDied, ServerProcess, free_port  # noqa: E402
+
+__all__ = ["GPU_ENVIRONMENT", "HERE", "Server", "ServerDied", "committed_per_round", "environment", "output_ids"]
+
 START_TIMEOUT_S = 300
 # Float32 on a GPU: PyTorch's operators where SGLang's kernels know 16-bit numbers alone, and no rounding of
 # Triton's products to TF32. Without effect on a CPU.
 GPU_ENVIRONMENT = {"DDTREE_TEST_TORCH_OPS": "1", "TRITON_F32_DEFAULT": "ieee"}
-
-
-class ServerDied(RuntimeError):
-    """The process ended or stayed silent; the message ends with the log's tail."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
@@ -44,63 +37,16 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return values
 
 
-class Server:
-    """One ``python -m sglang.launch_server`` in a process group of its own."""
+class Server(ServerProcess):
+    """One ``python -m sglang.launch_server``, and the requests the tests send it."""
 
     def __init__(self, args: Sequence[str], log: Path, *, env: dict[str, str] | None = None):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1"]
-        command += ["--port", str(self.port), "--sleep-on-idle", *map(str, args)]
-        with log.open("w") as sink:
-            self.process = subprocess.Popen(
-                command,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env=environment(env),
-                cwd=log.parent,
-                start_new_session=True,
-            )
+        port = free_port()
+        command = [sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port)]
+        super().__init__([*command, "--sleep-on-idle", *map(str, args)], port, log, env=environment(env))
 
-    def log_tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def wait_ready(self) -> Server:
-        """Return once a request would be answered.
-
-        Raises:
-            ServerDied: the process ended, or was not ready in time.
-        """
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise ServerDied(f"exit code {self.process.returncode}\n{self.log_tail()}")
-            try:
-                self.get("/health", timeout=20)
-                return self
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        self.stop()
-        raise ServerDied(f"not ready after {START_TIMEOUT_S} s\n{self.log_tail()}")
-
-    def stop(self) -> None:
-        """End the whole process group, politely first."""
-        for sign, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-            try:
-                os.killpg(self.process.pid, sign)
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(patience)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        # Children that outlived the leader.
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S, on_wait: Any = lambda waited: None) -> float:
+        return super().wait_ready(timeout_s, on_wait)
 
     def get(self, path: str, timeout: float = 60) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
@@ -170,16 +116,3 @@ def committed_per_round(answers: Sequence[dict[str, Any]]) -> float:
     rounds = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     drafts = sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers)
     return (drafts + rounds) / rounds
-
-
-def run_to_failure(args: Sequence[str], *, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """Start a server that must refuse its arguments; its exit code and output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", *map(str, args)],
-        capture_output=True,
-        text=True,
-        env=environment(env),
-        timeout=START_TIMEOUT_S,
-        start_new_session=True,
-    )
-    return done.returncode, done.stdout + done.stderr

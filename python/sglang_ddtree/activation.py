@@ -62,6 +62,13 @@ def _dummy_verify_input_hook(
     return DDTreeVerifyInput.create_dummy_input(config_of(server_args), custom_mask)
 
 
+def _image_inputs_hook(result: None, req: Any, image_inputs: Any) -> None:
+    """Images join a request after it was validated: the drafter knows no image positions."""
+    from sglang_ddtree.requests import message
+
+    req.set_finish_with_abort(message("multimodal inputs"))
+
+
 _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode": _alloc_len_hook,
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": _row_headroom_hook,
@@ -92,6 +99,9 @@ def activate() -> None:
     overlay.lay()
     for target, hook in _HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.managers.schedule_batch.Req.extend_image_inputs", _image_inputs_hook, HookType.AFTER
+    )
     HookRegistry.apply_hooks()
     if not requirements.has_gpu():
         _use_torch_tree_mask()

@@ -21,7 +21,7 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
         "sglang.srt.server_args.ServerArgs.override": ("self", "source", "fields"),
         "sglang.srt.speculative.spec_registry.CustomSpecAlgo.create_worker": ("self", "server_args"),
         "sglang.srt.plugins.hook_registry.HookRegistry.register": ("target", "hook", "hook_type"),
-        "sglang.srt.plugins.hook_registry.HookType.AROUND": None,
+        "sglang.srt.plugins.hook_registry.HookType": None,
         "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.register": (
             "name",
             "supports_overlap",
@@ -29,7 +29,13 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "spec_class",
         ),
         "sglang.srt.runtime_context.get_server_args": None,
-        "sglang.srt.managers.overlap_utils.FutureMap": None,
+        "sglang.srt.managers.overlap_utils.FutureMap": (
+            "device",
+            "spec_algo",
+            "req_to_token_pool",
+            "needs_cpu_seq_lens",
+            "needs_confidence_relay",
+        ),
         "sglang.srt.model_executor.cuda_graph_config.Backend.DISABLED": None,
         "sglang.srt.configs.hybrid_arch.mambaish_config": ("model_config",),
         "sglang.srt.configs.hybrid_arch.mamba2_config": ("model_config",),
@@ -54,6 +60,8 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "num_tokens_per_req",
             "is_draft_worker",
         ),
+        "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("self", "image_inputs"),
+        "sglang.srt.models.dflash.DFlashDraftModel": None,
         # Attention on the CPU.
         "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS": None,
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend": (
@@ -65,17 +73,13 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "forward_batch",
             "save_kv_cache",
         ),
-        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.init_forward_metadata": (
-            "self",
-            "forward_batch",
-        ),
-        "sglang.srt.layers.radix_attention.AttentionType.ENCODER_ONLY": None,
+        "sglang.srt.layers.radix_attention.AttentionType": None,
         "sglang.srt.mem_cache.memory_pool.KVWriteLoc": None,
         "sglang.srt.speculative.draft_worker_common._SUPPORTED_DRAFT_BACKENDS": None,
         # The round.
         "sglang.srt.distributed.get_tp_group": None,
-        "sglang.srt.model_executor.forward_batch_info.ForwardMode.TARGET_VERIFY": None,
-        "sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode.FULL": None,
+        "sglang.srt.model_executor.forward_batch_info.ForwardMode": None,
+        "sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode": None,
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch": (
             "forward_mode",
             "batch_size",
@@ -173,12 +177,6 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "target_worker",
         ),
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode": ("batch",),
-        "sglang.srt.speculative.eagle_worker_common._compact_accept_to_front": (
-            "x",
-            "accept_index",
-            "bs",
-            "num_draft_tokens",
-        ),
         "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache": (
             "batch",
             "accept_index",
@@ -192,6 +190,12 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "accept_index",
             "draft_token_num",
         ),
+        "sglang.srt.speculative.spec_utils._sample_simulated_acc_len": (
+            "simulate_acc_len",
+            "simulate_acc_method",
+            "max_len",
+        ),
+        "sglang.srt.speculative.spec_utils.SIMULATE_ACC_LEN": None,
         "sglang.srt.speculative.spec_utils.GrammarTree.from_device": (
             "retrieve_next_token",
             "retrieve_next_sibling",

@@ -24,11 +24,15 @@ def refusal(req: Any) -> str | None:
         "min_new_tokens": params.min_new_tokens > 0,
         "custom_logit_processor": req.custom_logit_processor is not None,
         "return_sampling_mask": getattr(req, "return_sampling_mask", False),
-        "multimodal inputs": req.multimodal_inputs is not None,
         # SGLang's grammar backends apply their masks with GPU kernels.
         "structured output on the CPU": grammar and not has_gpu(),
     }
     for name, present in asked.items():
         if present:
-            return f"DDTREE speculative decoding does not support {name} yet. {_REMEDY}."
+            return message(name)
     return None
+
+
+def message(feature: str) -> str:
+    """What the client of a refused request reads."""
+    return f"DDTREE speculative decoding does not support {feature} yet. {_REMEDY}."

@@ -9,6 +9,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_ddtree import cpu
 from sglang_ddtree.flags import DDTreeConfig, FlagError, flag_name
 
 logger = logging.getLogger(__name__)
@@ -18,15 +19,16 @@ CPU_BACKENDS = ("torch_native",)
 
 
 def has_gpu() -> bool:
+    """Whether there is an NVIDIA GPU; ROCm answers to the same name in PyTorch."""
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.is_available() and torch.version.hip is None
 
 
 def on_cpu(fields: dict[str, Any]) -> bool:
     """Whether the server will run on the CPU: asked for, or nothing else is there."""
     device = _device_type(fields)
-    return device == "cpu" or (device == "auto" and not has_gpu())
+    return device == "cpu" or (device == "auto" and not has_gpu() and not cpu.has_accelerator())
 
 
 def _device_type(fields: dict[str, Any]) -> str:
@@ -41,9 +43,8 @@ def backends_for(fields: dict[str, Any]) -> tuple[str, ...]:
 def defaults_for(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields that SGLang would resolve to something DDTREE cannot use, set beforehand."""
     chosen: dict[str, Any] = {}
-    backend_flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     # What SGLang would pick for a phase that is left open may not know trees.
-    if fields.get("attention_backend") is None and any(fields.get(name) is None for name in backend_flags[1:]):
+    if fields.get("attention_backend") is None and any(fields.get(name) is None for name in _BACKEND_FLAGS[1:3]):
         chosen["attention_backend"] = backends_for(fields)[0]
         logger.info("DDTREE: --attention-backend not given, using %s", chosen["attention_backend"])
     if on_cpu(fields):
@@ -54,8 +55,72 @@ def defaults_for(fields: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _refuse(flag: str, got: Any, reason: str, remedy: str) -> None:
-    value = "" if got is True or got == "" else f" {got}"
+# Flags that are refused whatever their value is, when it is set: field, reason, remedy.
+_NEVER = (
+    (
+        "enable_dp_attention",
+        "idle ranks have no tree to verify",
+        "Use --tp-size, or several servers",
+    ),
+    ("enable_lora", "the drafter knows only the base target", "Drop LoRA or DDTREE"),
+    ("lora_paths", "the drafter knows only the base target", "Drop LoRA or DDTREE"),
+    (
+        "speculative_draft_window_size",
+        "the compact draft cache is not implemented for trees",
+        "Drop the flag",
+    ),
+    ("speculative_adaptive", "the verify width is fixed by the budget", "Drop the flag"),
+    (
+        "enable_return_routed_experts",
+        "a tree moves KV slots, and the routing recorded for a slot would stay behind",
+        "Drop the flag",
+    ),
+    (
+        "enable_return_indexer_topk",
+        "a tree moves KV slots, and the indices recorded for a slot would stay behind",
+        "Drop the flag",
+    ),
+    ("enable_linear_replayssm_spec", "its kernel replays a chain", "Drop the flag"),
+    *(
+        (
+            name,
+            "the tree's size follows from its own flags",
+            f"Use {flag_name('budget')} and {flag_name('topk_cap')}",
+        )
+        for name in ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    ),
+)
+
+# Flags with one value that is served: field, that value, reason, remedy.
+_ONLY = (
+    ("pp_size", 1, "drafting needs every target layer on one rank", "Use --tp-size"),
+    ("dcp_size", 1, "SGLang's tree masks know no context parallelism", "Use --tp-size"),
+    (
+        "disaggregation_mode",
+        "null",
+        "the drafter's KV cache is not transferred between servers",
+        "Serve prefill and decode from one server",
+    ),
+    (
+        "tokenizer_worker_num",
+        1,
+        "SGLang loads no plugins in the extra HTTP workers",
+        "Use --tokenizer-worker-num 1",
+    ),
+)
+
+_KV_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
+_BACKEND_FLAGS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
+
+
+def _refuse(field: str, got: Any, reason: str, remedy: str) -> None:
+    flag = "--" + field.replace("_", "-") if field.islower() else field
+    value = "" if got is True else f" {got}"
     raise FlagError(f"DDTREE does not support {flag}{value}: {reason}. {remedy}.")
 
 
@@ -74,90 +139,63 @@ def check_fields(fields: dict[str, Any], config: DDTreeConfig) -> None:
             "DDTREE needs --speculative-draft-model-path, got none. Give the path or name of a DFlash "
             "drafter for this target, e.g. z-lab/Qwen3-8B-DFlash-b16 for Qwen/Qwen3-8B."
         )
-    if _device_type(fields) not in ("cuda", "cpu", "auto"):
-        _refuse("--device", get("device"), "it runs on NVIDIA GPUs and on the CPU", "Use cuda or cpu")
-    if _device_type(fields) == "cpu" and has_gpu():
-        _refuse(
-            "--device",
-            "cpu",
-            "the stand-ins for SGLang's CPU kernels are used only where there is no GPU",
-            "Hide the GPU (CUDA_VISIBLE_DEVICES=) or drop the flag",
-        )
+    _check_device(fields)
+    for field, reason, remedy in _NEVER:
+        value = get(field)
+        # A zero was given, and is refused too.
+        if value is not None and value is not False and value != []:
+            _refuse(field, value, reason, remedy)
+    for field, served, reason, remedy in _ONLY:
+        if get(field) is not None and get(field) != served:
+            _refuse(field, get(field), reason, remedy)
     allowed = backends_for(fields)
-    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        if get(name) is not None and get(name) not in allowed:
+    for field in _BACKEND_FLAGS:
+        if get(field) is not None and get(field) not in allowed:
             _refuse(
-                "--" + name.replace("_", "-"),
-                get(name),
+                field,
+                get(field),
                 "only backends that apply a tree's ancestor mask can verify it"
                 + (" (this server runs on the CPU)" if on_cpu(fields) else ""),
                 f"Use --attention-backend {' or '.join(allowed)}",
             )
-    if int(get("pp_size") or 1) != 1:
-        _refuse("--pp-size", get("pp_size"), "drafting needs every target layer on one rank", "Use --tp-size")
-    if get("enable_dp_attention"):
+    if str(get("kv_cache_dtype") or "auto") not in _KV_CACHE_DTYPES:
         _refuse(
-            "--enable-dp-attention",
-            "",
-            "idle ranks have no tree to verify",
-            "Use --tp-size, or several servers",
-        )
-    if (get("disaggregation_mode") or "null") != "null":
-        _refuse(
-            "--disaggregation-mode",
-            get("disaggregation_mode"),
-            "the drafter's KV cache is not transferred between servers",
-            "Serve prefill and decode from one server",
-        )
-    if get("enable_lora") or get("lora_paths"):
-        _refuse("--enable-lora/--lora-paths", "", "the drafter knows only the base target", "Drop LoRA or DDTREE")
-    if int(get("tokenizer_worker_num") or 1) > 1:
-        _refuse(
-            "--tokenizer-worker-num",
-            get("tokenizer_worker_num"),
-            "SGLang loads no plugins in the extra HTTP workers",
-            "Use --tokenizer-worker-num 1",
-        )
-    if get("speculative_draft_window_size") is not None:
-        _refuse(
-            "--speculative-draft-window-size",
-            get("speculative_draft_window_size"),
-            "the compact draft cache is not implemented for trees",
-            "Drop the flag",
-        )
-    if get("speculative_adaptive"):
-        _refuse("--speculative-adaptive", "", "the verify width is fixed by the budget", "Drop the flag")
-    if str(get("kv_cache_dtype") or "auto") not in ("auto", "bfloat16", "bf16", "float16", "float32"):
-        _refuse(
-            "--kv-cache-dtype",
+            "kv_cache_dtype",
             get("kv_cache_dtype"),
             "tree verify with a quantised KV cache has not been proven exact",
             "Use --kv-cache-dtype auto",
         )
-    for name in ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"):
-        if get(name) is not None:
-            _refuse(
-                "--" + name.replace("_", "-"),
-                get(name),
-                "the tree's size follows from its own flags",
-                f"Use {flag_name('budget')} and {flag_name('topk_cap')}",
-            )
-    if on_cpu(fields) and int(get("page_size") or 1) != 1:
-        _refuse("--page-size", get("page_size"), "SGLang's paged allocator needs a GPU", "Use --page-size 1")
-    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0:
+    simulated_tokens = os.environ.get("SGLANG_SIMULATE_ACC_TOKEN_MODE") or "fixed"
+    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0 and simulated_tokens != "fixed":
         _refuse(
-            "SGLANG_SIMULATE_ACC_LEN",
-            os.environ["SGLANG_SIMULATE_ACC_LEN"],
-            "simulated acceptance is not implemented for trees",
-            "Unset the variable",
+            "SGLANG_SIMULATE_ACC_TOKEN_MODE",
+            simulated_tokens,
+            "a tree has no single draft token per position",
+            "Use fixed, or unset SGLANG_SIMULATE_ACC_LEN",
         )
     if get("speculative_dflash_block_size") is not None and int(fields["speculative_dflash_block_size"]) < 2:
         _refuse(
-            "--speculative-dflash-block-size",
+            "speculative_dflash_block_size",
             get("speculative_dflash_block_size"),
             "a block holds the last token and at least one draft",
             "Use 2 or more, or drop the flag to read it from the drafter",
         )
+
+
+def _check_device(fields: dict[str, Any]) -> None:
+    """Refuse devices other than an NVIDIA GPU, or the CPU of a machine without one."""
+    device, given = _device_type(fields), fields.get("device") or "auto"
+    if device == "cpu" and has_gpu():
+        _refuse(
+            "device",
+            given,
+            "the stand-ins for SGLang's CPU kernels are used only where there is no GPU",
+            "Hide the GPU (CUDA_VISIBLE_DEVICES=) or drop the flag",
+        )
+    if device not in ("cuda", "cpu", "auto") or not (on_cpu(fields) or has_gpu()):
+        _refuse("device", given, "it runs on NVIDIA GPUs, and on the CPU of a machine without a GPU", "Use cuda or cpu")
+    if on_cpu(fields) and int(fields.get("page_size") or 1) != 1:
+        _refuse("page_size", fields["page_size"], "SGLang's paged allocator needs a GPU", "Use --page-size 1")
 
 
 def recurrent_layer_type(model_config: Any) -> str | None:
@@ -213,6 +251,8 @@ def check_drafter_readable(fields: dict[str, Any]) -> None:
     Raises:
         FlagError: the path or the config cannot be read.
     """
+    if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return  # SGLang has yet to turn the name into a local path
     load_draft_config(
         SimpleNamespace(
             speculative_draft_model_path=fields["speculative_draft_model_path"],
@@ -276,6 +316,13 @@ def check_models(server_args: Any, config: DDTreeConfig) -> int:
 
 def _check_tree_target(server_args: Any, target: Any, config: DDTreeConfig) -> None:
     """Refuse targets whose layers a tree verify would compute wrongly."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    if getattr(target, "attention_arch", None) == AttentionArch.MLA:
+        raise FlagError(
+            f"DDTREE: the target {server_args.model_path} uses multi-head latent attention (MLA), where a backend may "
+            f"ignore a tree's mask. Serve the chain with {flag_name('shadow_linear')}, or drop DDTREE."
+        )
     kind = recurrent_layer_type(target)
     if kind is not None and not config.allow_hybrid_unsafe:
         raise FlagError(
@@ -294,12 +341,18 @@ def _check_tree_target(server_args: Any, target: Any, config: DDTreeConfig) -> N
 
 
 def check_loaded_target(server_args: Any, model_runner: Any, config: DDTreeConfig) -> None:
-    """Refuse a loaded target whose layers turn out to use a sliding window.
+    """Refuse a loaded target that uses a sliding window or a quantised KV cache.
 
-    A config alone does not tell: many name a window that SGLang's model ignores.
+    A config alone does not tell: many name a window that SGLang's model ignores, and a checkpoint can bring its own
+    KV dtype.
     """
     if not config.shadow_linear and (model_runner.sliding_window_size or -1) > 0:
         _refuse_window(server_args.model_path)
+    if model_runner.kv_cache_dtype.itemsize < 2:
+        raise FlagError(
+            f"DDTREE: the target {server_args.model_path} brings a quantised KV cache ({model_runner.kv_cache_dtype}), "
+            "with which tree verify has not been proven exact. Give --kv-cache-dtype bfloat16."
+        )
 
 
 def _refuse_window(model_path: str) -> None:

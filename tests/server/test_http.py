@@ -87,10 +87,10 @@ def test_several_choices(pair: Pair) -> None:
 def test_eight_concurrent_requests_of_different_lengths(pair: Pair) -> None:
     """Requests end at different rounds, so the batch shrinks in mid-flight."""
     plain, tree = both(pair)
-    asks = [(list(b"request %d " % i * (1 + 3 * i)), 5 + 9 * i) for i in range(8)]
+    asks = [(f"request {i} " * (1 + 3 * i), 5 + 9 * i) for i in range(8)]
 
-    def ask(server: Server, item: tuple[list[int], int]) -> list[int]:
-        return server.generate([item[0]], max_new_tokens=item[1], ignore_eos=True)[0]["output_ids"]
+    def ask(server: Server, item: tuple[str, int]) -> str:
+        return complete(server, item[0], max_tokens=item[1], extra_body={"ignore_eos": True})
 
     expected = [ask(plain, item) for item in asks]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:

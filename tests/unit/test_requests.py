@@ -21,7 +21,6 @@ def make_request(params=None, **fields):
         return_hidden_states=False,
         custom_logit_processor=None,
         return_sampling_mask=False,
-        multimodal_inputs=None,
     )
     return SimpleNamespace(sampling_params=SamplingParams(**(params or {})), **(defaults | fields))
 
@@ -59,7 +58,6 @@ REFUSED_FIELDS = [
     ("return_hidden_states", True, "return_hidden_states"),
     ("custom_logit_processor", "{...}", "custom_logit_processor"),
     ("return_sampling_mask", True, "return_sampling_mask"),
-    ("multimodal_inputs", object(), "multimodal inputs"),
 ]
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_models
+import torch
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -54,6 +55,16 @@ REFUSED = [
     ("speculative_draft_window_size", 512, "--speculative-draft-window-size 512", "Drop the flag."),
     ("speculative_draft_window_size", 0, "--speculative-draft-window-size 0", "Drop the flag."),
     ("speculative_adaptive", True, "--speculative-adaptive", "Drop the flag."),
+    ("enable_return_routed_experts", True, "--enable-return-routed-experts", "Drop the flag."),
+    ("enable_return_indexer_topk", True, "--enable-return-indexer-topk", "Drop the flag."),
+    ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm-spec", "Drop the flag."),
+    ("dcp_size", 2, "--dcp-size 2", "Use --tp-size."),
+    (
+        "speculative_draft_attention_backend",
+        "fa4",
+        "--speculative-draft-attention-backend fa4",
+        "Use --attention-backend",
+    ),
     ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype fp8_e4m3", "Use --kv-cache-dtype auto."),
     ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype fp8_e5m2", "Use --kv-cache-dtype auto."),
     ("kv_cache_dtype", "fp4_e2m1", "--kv-cache-dtype fp4_e2m1", "Use --kv-cache-dtype auto."),
@@ -123,25 +134,37 @@ def test_pages_need_a_gpu(size, gpu):
         assert f"--page-size {size}" in message and message.endswith("Use --page-size 1.")
 
 
-def test_simulated_acceptance(gpu, monkeypatch):
-    for harmless in ("", "0", "-1"):
-        monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", harmless)
+def test_simulated_acceptance_with_real_draft_tokens(monkeypatch):
+    """The length may be forced, a tree's tokens not."""
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_TOKEN_MODE", "real-draft-token")
+    for off in ("", "-1", "0"):
+        monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", off)
         assert passes()
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "2.5")
     message = refusal_of()
-    assert "SGLANG_SIMULATE_ACC_LEN 2.5" in message and message.endswith("Unset the variable.")
+    assert "SGLANG_SIMULATE_ACC_TOKEN_MODE real-draft-token" in message
+    assert message.endswith("Use fixed, or unset SGLANG_SIMULATE_ACC_LEN.")
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_TOKEN_MODE", "fixed")
+    assert passes()
 
 
 HARMLESS = [
     {},
     dict(device="auto"),
-    dict(device="cuda", attention_backend="triton"),
     dict(pp_size=1, tp_size=2, dp_size=2, tokenizer_worker_num=1, page_size=1),
     dict(disaggregation_mode="null", enable_lora=False, lora_paths=[], enable_dp_attention=False),
     dict(kv_cache_dtype="auto"),
     dict(kv_cache_dtype="bfloat16"),
     dict(speculative_dflash_block_size=2, speculative_num_steps=None, speculative_adaptive=False),
 ]
+
+
+def test_a_gpu_that_is_not_there(gpu):
+    asked = dict(device="cuda", attention_backend="triton")
+    if gpu:
+        assert passes(**asked)
+    else:
+        assert "--device cuda" in refusal_of(**asked)
 
 
 @pytest.mark.parametrize("fields", HARMLESS, ids=str)
@@ -407,10 +430,26 @@ def test_windowed_targets_are_refused(fields, drafter):
     assert check(target_config, drafter, shadow_linear=True) == 8
 
 
+def test_a_checkpoint_that_brings_a_quantised_kv_cache():
+    server_args = SimpleNamespace(model_path="org/target")
+    runner = SimpleNamespace(sliding_window_size=None, kv_cache_dtype=torch.float8_e4m3fn)
+    with pytest.raises(FlagError, match="org/target brings a quantised KV cache.*Give --kv-cache-dtype bfloat16"):
+        requirements.check_loaded_target(server_args, runner, DDTreeConfig())
+
+
+def test_multi_head_latent_attention_is_refused(drafter):
+    from sglang.srt.configs.model_config import AttentionArch
+
+    target_config = model_config(Qwen3Config(), attention_arch=AttentionArch.MLA)
+    with pytest.raises(FlagError, match=f"org/target uses multi-head latent attention.*{SHADOW}"):
+        check(target_config, drafter)
+    assert check(target_config, drafter, shadow_linear=True) == 8
+
+
 @pytest.mark.parametrize("window, windowed", [(None, False), (-1, False), (0, False), (1, True), (4095, True)])
 def test_a_window_that_shows_once_the_target_is_loaded(window, windowed):
     server_args = SimpleNamespace(model_path="org/target")
-    runner = SimpleNamespace(sliding_window_size=window)
+    runner = SimpleNamespace(sliding_window_size=window, kv_cache_dtype=torch.bfloat16)
     requirements.check_loaded_target(server_args, runner, DDTreeConfig(shadow_linear=True))
     if windowed:
         with pytest.raises(FlagError, match=f"org/target uses sliding-window attention.*{SHADOW}"):

@@ -62,7 +62,7 @@ def choose_tokens(
     logits = logits_output.next_token_logits
     sanitize_nan_logits(logits, "DDTREE verify: target logits")
     if sampling_info.logit_bias is not None:
-        logits.add_(torch.repeat_interleave(sampling_info.logit_bias, num_nodes, dim=0))
+        logits.view(-1, num_nodes, logits.shape[-1]).add_(sampling_info.logit_bias[:, None])
     if grammar_mask is not None:
         grammar_mask.apply(logits)
 

@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.ddtree_sampling import choose_tokens
+from sglang.srt.speculative.ddtree_simulation import is_simulating, simulate_walk
 from sglang.srt.speculative.ddtree_topk import local_vocabulary, topk_logprobs
 from sglang.srt.speculative.ddtree_utils import (
     DraftTree,
@@ -30,7 +31,6 @@ from sglang.srt.speculative.ddtree_utils import (
 from sglang.srt.speculative.dflash_info import DDTreeDraftInput, DDTreeVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.eagle_utils import eagle_prepare_for_verify
-from sglang.srt.speculative.eagle_worker_common import _compact_accept_to_front
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
@@ -61,6 +61,8 @@ class DDTreeWorker(DFlashWorkerV2):
             speculative_eagle_topk=1,
         )
         super().__init__(draft_args, gpu_id, ps, nccl_port, target_worker)
+        # What metrics report as a round's proposals.
+        self.speculative_num_draft_tokens = self.config.verify_width
         # Refuse a head that the drafter's probabilities cannot be computed with now, not in the first round.
         local_vocabulary(target_worker.model_runner.model.lm_head)
         # The drafter embeds its block itself: SGLang's runner would round embeddings handed to it to bfloat16.
@@ -93,6 +95,14 @@ class DDTreeWorker(DFlashWorkerV2):
             new_seq_lens=seq_lens.to(torch.int64),
             hidden_states=torch.empty((bs, 0), dtype=torch.float16, device=self.device),
         )
+
+    # --- Weight updates name the target's weights; the drafter keeps its own.
+
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        return True, "The target is updated, the drafter keeps its weights."
+
+    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
+        return True, "The target is updated, the drafter keeps its weights."
 
     # --- A round.
 
@@ -133,7 +143,7 @@ class DDTreeWorker(DFlashWorkerV2):
             draft_token_num=width,
             device=self.device,
         )
-        # The host's bound of a row: its committed prefix and one block.
+        # An upper bound per row for backends that plan on the host.
         seq_lens_cpu = batch.seq_lens_cpu.to(torch.int32) + width
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -220,12 +230,13 @@ class DDTreeWorker(DFlashWorkerV2):
             tp_group=get_tp_group(),
         )
         walk = walk_trees(tree.tokens, tree.parents, choices, self.config.max_depth)
-        return self._commit(batch, verify_input, logits_output, choices, walk, on_publish, can_run_cuda_graph)
+        if is_simulating():
+            choices, walk = simulate_walk(choices, self.config.max_depth)
+        return self._commit(batch, logits_output, choices, walk, on_publish, can_run_cuda_graph)
 
     def _commit(
         self,
         batch: ScheduleBatch,
-        verify_input: DDTreeVerifyInput,
         logits_output: Any,
         choices: torch.Tensor,
         walk: WalkResult,
@@ -241,22 +252,23 @@ class DDTreeWorker(DFlashWorkerV2):
         accept_index = torch.where(local >= 0, local + first_node, local)
 
         commit_mamba_states_after_verify(self.target_worker, batch, accept_lens, accept_index, nodes)
+        path = walk.accept_index.clamp(min=0)
         # The choice at an accepted node is the next accepted token, at the last one it is the bonus.
-        next_tokens = _compact_accept_to_front(choices.reshape(-1), accept_index, bs, num_draft_tokens=nodes)
-        hidden = logits_output.hidden_states
+        next_tokens = torch.nn.functional.pad(choices.gather(1, path), (0, nodes - path.shape[1]))
+        hidden = logits_output.hidden_states.view(bs, nodes, -1)
+        hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
         if not self.config.shadow_linear:
             move_accept_tokens_to_target_kvcache(
                 batch, accept_index, walk.num_accepted_drafts, self.model_runner.token_to_kv_pool_allocator
             )
-            hidden = _compact_accept_to_front(hidden, accept_index, bs, num_draft_tokens=nodes)
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._feed_drafter(batch, hidden.view(bs, nodes, -1), accept_lens)
+        self._feed_drafter(batch, hidden, accept_lens)
         # Not needed on the host, and large.
         logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=next_tokens,
+            next_token_ids=next_tokens.reshape(-1),
             accept_lens=accept_lens,
             can_run_cuda_graph=can_run_cuda_graph,
             next_draft_input=self._next_draft_input(walk.bonus, new_seq_lens),
@@ -268,15 +280,13 @@ class DDTreeWorker(DFlashWorkerV2):
         """Write the drafter's keys and values of the committed tokens, which share the target's slots.
 
         Args:
-            hidden: [bs, N, features], of each row the first ``accept_lens`` belong to the committed path.
+            hidden: [bs, max_depth + 1, features] along the walked path; the first ``accept_lens`` of a row count.
             accept_lens: int32 [bs].
         """
-        bs, nodes, features = hidden.shape
-        width = self.config.max_depth + 1
+        bs, width, features = hidden.shape
         offsets = torch.arange(width, device=hidden.device)
         positions = batch.seq_lens[:, None] + offsets
-        slots = batch.out_cache_loc.view(bs, nodes)[:, :width].contiguous()
-        hidden = hidden[:, :width]
+        slots = batch.out_cache_loc.view(bs, -1)[:, :width].contiguous()
         if hidden.device.type == "cpu":
             # SGLang's writer of a valid prefix is a Triton kernel: pack the rows and write them plainly.
             valid = offsets < accept_lens[:, None]

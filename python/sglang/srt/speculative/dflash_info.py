@@ -32,11 +32,6 @@ class DDTreeVerifyInput(EagleVerifyInput):
         topk: more than 1 selects the tree paths of the backends.
     """
 
-    @property
-    def tree_topk(self) -> int:
-        """-1: no fixed branching per level."""
-        return -1
-
     # Same layout as EAGLE's, and it accepts a missing mask.
     generate_attn_arg_prefill = DFlashVerifyInput.generate_attn_arg_prefill
 
@@ -67,8 +62,8 @@ class DDTreeDraftInput(DFlashDraftInputV2):
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve the slots of two rounds per request, in whole pages. Mutates ``batch`` and its requests.
 
-        EAGLE's preparation is the right one for a tree: whole-page accounting, window eviction and the
-        round counter, with the sizes of ``get_alloc_len_per_decode`` (the wider of draft block and tree).
+        EAGLE's preparation is the right one for a tree; the size comes from ``get_alloc_len_per_decode``, the
+        wider of draft block and tree.
         """
         from sglang.srt.speculative.eagle_utils import eagle_prepare_for_decode
 

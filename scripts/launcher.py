@@ -1,0 +1,82 @@
+"""A server in a process group of its own: start, wait for health with a bound, stop with all its children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+HOST = "127.0.0.1"
+
+
+class ServerDied(RuntimeError):
+    """The process ended or never became healthy; the message ends with the log's tail."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+class ServerProcess:
+    """One running launch command, its output in a log file."""
+
+    def __init__(self, command: Sequence[str], port: int, log: Path, *, env: dict[str, str] | None = None):
+        self.port, self.log = port, log
+        self.url = f"http://{HOST}:{port}"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as sink:
+            self.process = subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=log.parent, start_new_session=True
+            )
+
+    def log_tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def wait_ready(self, timeout_s: float, on_wait: Callable[[float], None] = lambda waited: None) -> float:
+        """Return the seconds it took until /health answered; ``on_wait`` hears of every second before.
+
+        Raises:
+            ServerDied: the process ended, or was not healthy in time (it is stopped then).
+        """
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < timeout_s:
+            if self.process.poll() is not None:
+                raise ServerDied(
+                    f"the server died with exit code {self.process.returncode}; the end of {self.log}:\n"
+                    f"{self.log_tail()}"
+                )
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=20):
+                    return waited
+            except (urllib.error.URLError, OSError):
+                on_wait(waited)
+                time.sleep(1)
+        self.stop()
+        raise ServerDied(
+            f"the server was not healthy after {timeout_s:.0f} s; the end of {self.log}:\n{self.log_tail()}"
+        )
+
+    def stop(self) -> None:
+        """End the whole process group, politely first."""
+        for sign, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
+            try:
+                os.killpg(self.process.pid, sign)
+                self.process.wait(patience)
+                break
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        # Children that outlived the leader.
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
