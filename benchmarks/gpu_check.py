@@ -53,7 +53,10 @@ def mode_flags(mode: str, drafter: str) -> list[str]:
 
 
 def answer(args: argparse.Namespace, name: str, flags: list[str], prompts: list[list[int]]) -> dict:
-    """Start one server, ask all prompts one by one and all at once, stop it."""
+    """Start one server, ask all prompts one by one and all at once, stop it; kept in a file for a later call."""
+    kept = args.out / f"{name}.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
     env = {"PYTHONPATH": str(ROOT / "tests" / "plugins"), **GPU_ENVIRONMENT} if "float32" in flags else {}
     server = Server(flags, args.out / f"{name}.log", env=env)
     try:
@@ -62,12 +65,14 @@ def answer(args: argparse.Namespace, name: str, flags: list[str], prompts: list[
         single = [server.generate([prompt], **params)[0] for prompt in prompts]
         batch = server.generate(prompts, **params)
         speculative = "--speculative-algorithm" in flags
-        return {
+        found = {
             "single": output_ids(single),
             "batch": output_ids(batch),
             "tau": committed_per_round(single) if speculative else 1.0,
             "tau_batch": committed_per_round(batch) if speculative else 1.0,
         }
+        kept.write_text(json.dumps(found))
+        return found
     finally:
         server.stop()
 
@@ -120,6 +125,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--backends", nargs="+", default=["triton", "flashinfer"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[7, 15, 31, 63])
+    parser.add_argument("--no-dflash", action="store_true")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--parallel", type=int, default=6, help="servers at a time")
     parser.add_argument("--raw", action="store_true", help="no chat template (random models)")
@@ -133,7 +139,7 @@ def main() -> int:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     prompts = load_prompts(args.target, not args.raw)
-    modes = ["plain", "dflash", *(f"ddtree-{budget}" for budget in args.budgets)]
+    modes = ["plain", *([] if args.no_dflash else ["dflash"]), *(f"ddtree-{budget}" for budget in args.budgets)]
 
     jobs = {}
     with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:

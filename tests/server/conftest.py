@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from pairs import Pair, make_pair
+from pairs import Pair, make_pair, stop_all
+
+HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="session")
-def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Pair]]:
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     pairs: dict[str, Pair] = {}
 
     def get(kind: str) -> Pair:
@@ -17,9 +20,13 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             pairs[kind] = make_pair(tmp_path_factory.mktemp(kind), kind)
         return pairs[kind]
 
-    yield get
-    for pair in pairs.values():
-        pair.stop()
+    return get
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The servers end with this folder's last test, not with the session: others need the memory."""
+    if nextitem is None or HERE not in nextitem.path.parents:
+        stop_all()
 
 
 @pytest.fixture

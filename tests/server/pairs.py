@@ -1,6 +1,6 @@
-"""A tiny target, its drafter, and the servers on them: one per configuration and session.
+"""A tiny target, its drafter, and the servers on them, shared by the tests.
 
-An idle server sleeps, so all of them can stay up; only one answers at a time.
+An idle server sleeps, but keeps some 2 GB: the least recently used ones make room.
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ def _set_end(target: Path) -> tuple[list[int], int]:
     raise AssertionError("no prompt whose continuation brings a new token late enough")
 
 
+MAX_RUNNING = 4
+# Of all pairs, the least recently used first.
+_running: dict[tuple[Path, str], Server] = {}
+
+
+def stop_all() -> None:
+    while _running:
+        _running.popitem()[1].stop()
+
+
 @dataclasses.dataclass
 class Pair:
     """One target, its drafter, and the servers started on them."""
@@ -67,7 +77,6 @@ class Pair:
     kind: str
     eos_prompt: list[int]
     eos_at: int
-    servers: dict[str, Server] = dataclasses.field(default_factory=dict)
 
     @property
     def target(self) -> Path:
@@ -89,20 +98,29 @@ class Pair:
             os.utime(self.script_path, ns=(before + 1, before + 1))
 
     def server(self, name: str, *args: str) -> Server:
-        """The server of that name, started on first use."""
-        if name not in self.servers:
-            # One thread: two that wait for each other lose more than tiny matrices gain.
-            env = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT}
-            command = ["--model-path", str(self.target), *COMMON, *args]
-            if name != "plain":
-                command += ["--speculative-algorithm", "DDTREE"]
-                command += ["--speculative-draft-model-path", str(self.drafter)]
-                env["DDTREE_TEST_SCRIPT"] = str(self.script_path)
-                env["DDTREE_TEST_TARGET"] = str(self.target)
-            server = Server(command, self.folder / f"{name}.log", env=env)
-            self.servers[name] = server
-            server.wait_ready()
-        return self.servers[name]
+        """The server of that name, started if it does not run."""
+        key = (self.folder, name)
+        if key in _running:
+            _running[key] = _running.pop(key)
+            return _running[key]
+        while len(_running) >= MAX_RUNNING:
+            _running.pop(next(iter(_running))).stop()
+        # One thread: two that wait for each other lose more than tiny matrices gain.
+        env = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT}
+        command = ["--model-path", str(self.target), *COMMON, *args]
+        if name != "plain":
+            command += ["--speculative-algorithm", "DDTREE"]
+            command += ["--speculative-draft-model-path", str(self.drafter)]
+            env["DDTREE_TEST_SCRIPT"] = str(self.script_path)
+            env["DDTREE_TEST_TARGET"] = str(self.target)
+        server = Server(command, self.folder / f"{name}.log", env=env)
+        server.wait_ready()
+        _running[key] = server
+        return server
+
+    def stop(self, name: str) -> None:
+        """Stop a server that no other test needs."""
+        _running.pop((self.folder, name)).stop()
 
     @property
     def plain(self) -> Server:
@@ -119,10 +137,6 @@ class Pair:
     def expected(self, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
         """Greedy token ids without speculation."""
         return output_ids(self.plain.generate(prompts, **sampling))
-
-    def stop(self) -> None:
-        for server in self.servers.values():
-            server.stop()
 
 
 def make_pair(folder: Path, kind: str) -> Pair:

@@ -36,7 +36,7 @@ def test_two_ranks(qwen3: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = server.generate(PROMPTS * 4, temperature=1.0, top_p=0.9, **LENGTH)
     assert all(len(ids) == 41 for ids in output_ids(answers))
     server.assert_pool_empty()
-    server.stop()
+    qwen3.stop("tp2")
 
 
 def test_simulated_acceptance(qwen3: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_simulated_acceptance(qwen3: Pair, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(answers[0]["meta_info"]["spec_correct_drafts_histogram"][:2]) == {0}
     assert committed_per_round(answers) == pytest.approx(3.5, abs=0.2)
     server.assert_pool_empty()
-    server.stop()
+    qwen3.stop("simulated")
 
 
 def test_small_chunks_and_no_prefix_cache(qwen3: Pair) -> None:
@@ -69,7 +69,7 @@ def test_small_chunks_and_no_prefix_cache(qwen3: Pair) -> None:
     answer = server.post("/update_weights_from_disk", {"model_path": str(qwen3.target)})
     assert answer["success"], answer
     assert output_ids(server.generate(PROMPTS, **LENGTH)) == expected
-    server.stop()
+    qwen3.stop("chunks")
 
 
 ENGINE = """

@@ -131,9 +131,12 @@ def test_budget_below_depth_and_wide_budget(qwen3: Pair) -> None:
     wide = qwen3.server("budget255", "--speculative-ddtree-budget", "255").generate(PROMPTS, **LENGTH)
     assert output_ids(wide) == expected
     assert histogram(wide[0]) == {DEPTH: 5}
+    for name in ("budget3", "budget255"):
+        qwen3.server(name).assert_pool_empty()
+        qwen3.stop(name)
 
 
 def test_pools_are_empty_afterwards(qwen3: Pair) -> None:
-    for server in list(qwen3.servers.values()):
+    for server in (qwen3.tree, qwen3.chain):
         server.assert_pool_empty()
         assert server.generate([PROMPTS[0]], max_new_tokens=4)

@@ -64,7 +64,7 @@ class DDTreeWorker(DFlashWorkerV2):
         # What metrics report as a round's proposals.
         self.speculative_num_draft_tokens = self.config.verify_width
         # Refuse a head that the drafter's probabilities cannot be computed with now, not in the first round.
-        local_vocabulary(target_worker.model_runner.model.lm_head)
+        local_vocabulary(getattr(target_worker.model_runner.model, "lm_head", None))
         # The drafter embeds its block itself: SGLang's runner would round embeddings handed to it to bfloat16.
         self.draft_model.forward_embed = self._embed_block
 
