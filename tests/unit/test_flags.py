@@ -6,7 +6,6 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -21,14 +20,6 @@ SHADOW, UNSAFE = "--speculative-ddtree-shadow-linear", "--speculative-ddtree-all
 BLOCK = 8
 
 on_a_cpu = pytest.mark.skipif(requirements.has_gpu(), reason="what a machine without a GPU resolves to")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    tiny_models.make_target(folder / "target")
-    tiny_models.make_drafter(folder / "drafter", block_size=BLOCK)
-    return folder
 
 
 @pytest.fixture

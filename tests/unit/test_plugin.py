@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -30,14 +29,6 @@ HOOKED = [
     "sglang.srt.speculative.dflash_utils.validate_dflash_request",
     "sglang.srt.speculative.spec_info.create_dummy_verify_input",
 ]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    tiny_models.make_target(folder / "target")
-    tiny_models.make_drafter(folder / "drafter", block_size=BLOCK)
-    return folder
 
 
 def plain(models):
