@@ -64,6 +64,10 @@ MAX_RUNNING = 4
 _running: dict[tuple[Path, str], Server] = {}
 
 
+def running_servers() -> list[Server]:
+    return list(_running.values())
+
+
 def stop_all() -> None:
     while _running:
         _running.popitem()[1].stop()

@@ -72,6 +72,23 @@ def test_small_chunks_and_no_prefix_cache(qwen3: Pair) -> None:
     qwen3.stop("chunks")
 
 
+def test_retraction_under_a_tiny_pool(qwen3: Pair) -> None:
+    """More requests than the KV pool holds: some are retracted in mid-flight and begin again, and nothing leaks."""
+    prompts = [list(b"request %d " % i * 8) for i in range(8)]
+    params = dict(max_new_tokens=120, ignore_eos=True)
+    expected = qwen3.expected(prompts, **params)
+    qwen3.script(ranks=SIDE)
+    server = qwen3.server(
+        "tiny-pool",
+        *("--speculative-ddtree-budget", "15", "--max-total-tokens", "900", "--schedule-conservativeness", "0.1"),
+    )
+    answers = server.generate(prompts, **params)
+    assert output_ids(answers) == expected
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    server.assert_pool_empty()
+    qwen3.stop("tiny-pool")
+
+
 ENGINE = """
 import json, sys
 import sglang
