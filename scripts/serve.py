@@ -33,9 +33,9 @@ class ServeError(RuntimeError):
 
 def device_flags() -> list[str]:
     """What differs between a CPU and a GPU: the number format, and sizes that fit a small machine."""
-    import torch
+    from sglang_ddtree.requirements import has_gpu
 
-    if torch.cuda.is_available():
+    if has_gpu():
         # Two servers of a small model share the GPU for the comparison.
         return ["--dtype", "bfloat16", "--mem-fraction-static", "0.3"]
     return [

@@ -15,9 +15,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "scripts"))
 
-from launcher import HOST, ServerDied, ServerProcess, free_port  # noqa: E402
+from launcher import HOST, ServerProcess, free_port  # noqa: E402
 
-__all__ = ["GPU_ENVIRONMENT", "HERE", "Server", "ServerDied", "committed_per_round", "environment", "output_ids"]
+__all__ = ["GPU_ENVIRONMENT", "HERE", "Server", "committed_per_round", "environment", "free_port", "output_ids"]
 
 START_TIMEOUT_S = 300
 # Float32 on a GPU: PyTorch's operators where SGLang's kernels know 16-bit numbers alone, and no rounding of

@@ -62,10 +62,11 @@ def _dummy_verify_input_hook(
     return DDTreeVerifyInput.create_dummy_input(config_of(server_args), custom_mask)
 
 
-def _image_inputs_hook(result: None, req: Any, image_inputs: Any) -> None:
+def _image_inputs_hook(original: Callable[..., None], req: Any, image_inputs: Any) -> None:
     """Images join a request after it was validated: the drafter knows no image positions."""
     from sglang_ddtree.requests import message
 
+    original(req, image_inputs)
     req.set_finish_with_abort(message("multimodal inputs"))
 
 
@@ -74,6 +75,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": _row_headroom_hook,
     "sglang.srt.speculative.dflash_utils.validate_dflash_request": _validate_request_hook,
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": _dummy_verify_input_hook,
+    "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": _image_inputs_hook,
 }
 
 
@@ -99,9 +101,6 @@ def activate() -> None:
     overlay.lay()
     for target, hook in _HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
-    HookRegistry.register(
-        "sglang.srt.managers.schedule_batch.Req.extend_image_inputs", _image_inputs_hook, HookType.AFTER
-    )
     HookRegistry.apply_hooks()
     if not requirements.has_gpu():
         _use_torch_tree_mask()

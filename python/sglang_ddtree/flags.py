@@ -194,7 +194,7 @@ def _init_hook(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
         fields = {**dict(bound), "speculative_algorithm": ALGORITHM}
         fields.pop("self", None)
         compat.check()
-        requirements.check_fields(fields, config)
+        requirements.check_fields(fields)
         requirements.check_drafter_readable(fields)
         kwargs.update(requirements.defaults_for(fields))
         self._ddtree_config = config

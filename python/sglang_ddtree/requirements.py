@@ -44,7 +44,7 @@ def defaults_for(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields that SGLang would resolve to something DDTREE cannot use, set beforehand."""
     chosen: dict[str, Any] = {}
     # What SGLang would pick for a phase that is left open may not know trees.
-    if fields.get("attention_backend") is None and any(fields.get(name) is None for name in _BACKEND_FLAGS[1:3]):
+    if fields.get("attention_backend") is None and any(fields.get(name) is None for name in _PHASE_BACKENDS):
         chosen["attention_backend"] = backends_for(fields)[0]
         logger.info("DDTREE: --attention-backend not given, using %s", chosen["attention_backend"])
     if on_cpu(fields):
@@ -110,12 +110,8 @@ _ONLY = (
 )
 
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
-_BACKEND_FLAGS = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "speculative_draft_attention_backend",
-)
+_PHASE_BACKENDS = ("prefill_attention_backend", "decode_attention_backend")
+_BACKEND_FLAGS = ("attention_backend", *_PHASE_BACKENDS, "speculative_draft_attention_backend")
 
 
 def _refuse(field: str, got: Any, reason: str, remedy: str) -> None:
@@ -124,12 +120,11 @@ def _refuse(field: str, got: Any, reason: str, remedy: str) -> None:
     raise FlagError(f"DDTREE does not support {flag}{value}: {reason}. {remedy}.")
 
 
-def check_fields(fields: dict[str, Any], config: DDTreeConfig) -> None:
+def check_fields(fields: dict[str, Any]) -> None:
     """Refuse what no model could make work.
 
     Args:
         fields: constructor arguments of ``ServerArgs`` as the user gave them, by field name.
-        config: the four DDTree flags.
     Raises:
         FlagError: names the flag, its value and the remedy.
     """

@@ -19,10 +19,9 @@ CONTEXT = 512
 BLOCK_SIZE = 8
 COMMON = (
     *("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "16"),
-    *("--random-seed", "7", "--cuda-graph-backend-prefill", "disabled"),
+    *("--random-seed", "7"),
+    *(("--cuda-graph-backend-prefill", "disabled") if torch.cuda.is_available() else ()),
 )
-if not torch.cuda.is_available():
-    COMMON = COMMON[:-2]
 
 
 def greedy(target: Path, prompt: list[int], tokens: int) -> list[int]:

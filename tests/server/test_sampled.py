@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scipy.stats
@@ -115,23 +116,23 @@ def wrong_candidates(exact: Exact) -> dict:
     return {"fixed": rows + [rows[-1]] * (positions - 2), "logprobs": [logprobs] * positions}
 
 
+def check_distribution(pair: Pair, exact: Exact, accepted_drafts: float, **script: Any) -> None:
+    """The served tokens follow ``exact``; fewer accepted drafts per round would not have exercised the walk."""
+    pair.script(**script)
+    observed, accepted = sample(pair, exact.params)
+    assert chi_square_p(observed, exact.sequences(PROMPT, TOKENS)) > P_VALUE
+    assert accepted > accepted_drafts
+
+
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_distribution_with_a_confidently_wrong_drafter(qwen3: Pair, params: dict) -> None:
     exact = Exact(qwen3.target, params)
-    qwen3.script(**wrong_candidates(exact))
-    observed, accepted = sample(qwen3, params)
-    assert chi_square_p(observed, exact.sequences(PROMPT, TOKENS)) > P_VALUE
-    # Otherwise the walk was never exercised.
-    assert accepted > 0.1
+    check_distribution(qwen3, exact, 0.1, **wrong_candidates(exact))
 
 
 def test_distribution_with_a_drafter_that_is_often_right(qwen3: Pair) -> None:
-    params = {"temperature": 1.0, "top_k": 4}
-    exact = Exact(qwen3.target, params)
-    qwen3.script(ranks=[[1, 0, 0, 0, 0, 0, 0]])
-    observed, accepted = sample(qwen3, params)
-    assert chi_square_p(observed, exact.sequences(PROMPT, TOKENS)) > P_VALUE
-    assert accepted > 0.2
+    exact = Exact(qwen3.target, {"temperature": 1.0, "top_k": 4})
+    check_distribution(qwen3, exact, 0.2, ranks=[[1, 0, 0, 0, 0, 0, 0]])
 
 
 def test_the_test_can_fail(qwen3: Pair) -> None:

@@ -22,13 +22,15 @@ from sglang_ddtree.flags import DDTreeConfig, config_of  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 8
 
-# What activation may hook; written down here so that a fifth hook is noticed.
-HOOKED = [
+# What activation may hook; written down here so that one more hook is noticed.
+HOOKED_FUNCTIONS = [
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode",
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "sglang.srt.speculative.dflash_utils.validate_dflash_request",
     "sglang.srt.speculative.spec_info.create_dummy_verify_input",
 ]
+HOOKED_METHOD = "sglang.srt.managers.schedule_batch.Req.extend_image_inputs"
+HOOKED = [*HOOKED_FUNCTIONS, HOOKED_METHOD]
 
 
 def plain(models):
@@ -212,6 +214,8 @@ report["own kept"] = [getattr(dflash_info, name) is value for name, value in own
 report["classes"] = [issubclass(dflash_info.DDTreeVerifyInput, object), hasattr(dflash_info, "DDTreeDraftInput")]
 report["file"] = str(Path(dflash_info.__file__).relative_to(home))
 report["held"] = held
+method = NAMES[-1]
+report["method hooked"] = pkgutil.resolve_name(method).__wrapped__ is originals[method]
 report["hooked"] = {
     name: all(
         vars(sys.modules[module])[name.rpartition(".")[2]].__wrapped__ is originals[name] for module in held[name]
@@ -286,11 +290,13 @@ def test_nothing_is_written_into_sglangs_folder(active):
 
 def test_the_hooks_reach_every_module_that_imported_the_function(active):
     assert active["hooked"] == dict.fromkeys(HOOKED, True)
-    assert "sglang.srt.managers.scheduler" in active["held"][HOOKED[2]]
+    assert "sglang.srt.managers.scheduler" in active["held"][HOOKED_FUNCTIONS[2]]
+    # A method is found through its class, which every module shares.
+    assert active["method hooked"] is True
     assert active["scheduler"] is True
     # Each function is held by its own module at least; some others had imported it before.
-    assert all(name.rpartition(".")[0] in active["held"][name] for name in HOOKED)
-    assert sum(len(modules) for modules in active["held"].values()) > len(HOOKED)
+    assert all(name.rpartition(".")[0] in active["held"][name] for name in HOOKED_FUNCTIONS)
+    assert sum(len(modules) for modules in active["held"].values()) > len(HOOKED_FUNCTIONS)
 
 
 def test_a_round_reserves_the_wider_of_block_and_tree(active):
@@ -322,8 +328,16 @@ def test_the_cpus_backend_knows_trees(active):
 
 
 def test_activating_twice_changes_nothing_more(active):
-    assert active["again"] == [True] * 5
+    assert active["again"] == [True] * (len(HOOKED) + 1)
     assert active["paths"] == [2, 2]
+
+
+def test_a_request_with_images_is_aborted_once_they_are_attached():
+    calls = []
+    req = SimpleNamespace(set_finish_with_abort=lambda message: calls.append(("abort", message)))
+    activation._image_inputs_hook(lambda req, images: calls.append(("attach", images)), req, "images")
+    assert [name for name, _ in calls] == ["attach", "abort"]
+    assert calls[0][1] == "images" and "does not support multimodal inputs yet" in calls[1][1]
 
 
 def test_activation_hooks_what_is_listed_here_and_compat_knows_it():

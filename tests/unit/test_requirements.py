@@ -30,13 +30,13 @@ def gpu(request, monkeypatch):
 def refusal_of(**fields):
     given = dict(speculative_draft_model_path="org/drafter") | fields
     with pytest.raises(FlagError) as error:
-        requirements.check_fields(given, DDTreeConfig())
+        requirements.check_fields(given)
     return str(error.value)
 
 
 def passes(**fields):
     given = dict(speculative_draft_model_path="org/drafter") | fields
-    return requirements.check_fields(given, DDTreeConfig()) is None
+    return requirements.check_fields(given) is None
 
 
 # --- The arguments as given -------------------------------------------------------------------------
