@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,10 +20,29 @@ class ServerDied(RuntimeError):
     """The process ended or never became healthy; the message ends with the log's tail."""
 
 
+# Below every system's range of ephemeral ports (Linux starts at 32768): a port from that range can become the near end
+# of somebody's outgoing connection between this check and the server's own bind, half a minute later.
+_PORTS = range(20000, 32000)
+_issued: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    """A port of this machine that nothing listens on, never the same one twice in this process.
+
+    Raises:
+        RuntimeError: none was found.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        if port in _issued:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+        _issued.add(port)
+        return port
+    raise RuntimeError(f"no free port from {_PORTS.start} to {_PORTS.stop - 1}.")
 
 
 class ServerProcess:
