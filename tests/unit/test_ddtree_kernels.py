@@ -359,12 +359,19 @@ def walk_and_compare(tokens, parents, choices, max_depth, lens_dtype=torch.int64
     bs, n = tokens.shape
     expected = u.walk_trees(tokens, parents, choices, max_depth)
     seq_lens = (torch.arange(bs) * 10).to(lens_dtype)
-    buffers = fill_with_garbage(k.allocate_walk(bs + 1, n, max_depth, DEVICE, seq_lens_dtype=lens_dtype))
-    out = buffers.head(bs)
+    with_slots = max_depth < n
+    slots = torch.randperm(bs * n, generator=torch.Generator().manual_seed(n)).view(bs, n) if with_slots else None
+    buffers = k.allocate_walk(bs + 1, n, max_depth, DEVICE, seq_lens_dtype=lens_dtype, slots=with_slots)
+    out = fill_with_garbage(buffers).head(bs)
     args = [x.to(DEVICE) for x in (tokens, parents, choices)]
-    assert k.walk_trees(*args, max_depth, seq_lens=seq_lens.to(DEVICE), out=out) is out
+    device_slots = slots.to(DEVICE) if with_slots else None
+    assert k.walk_trees(*args, max_depth, seq_lens=seq_lens.to(DEVICE), slots=device_slots, out=out) is out
     for field in fields(expected):
         assert_same(getattr(out, field.name), getattr(expected, field.name), field.name)
+    if with_slots:
+        plan = u.plan_commit(expected, choices, seq_lens, slots)
+        for field in fields(plan):
+            assert_same(getattr(out, field.name), getattr(plan, field.name), field.name)
     for b in range(bs):
         path = [i for i in expected.accept_index[b].tolist() if i >= 0]
         committed = [int(choices[b, i]) for i in path]
@@ -418,6 +425,14 @@ def test_walk_refuses():
         ((x, x.T.contiguous().T, x, 1), {}, "parents must be contiguous"),
         ((x[0], x, x, 1), {}, r"tokens must have the shape \[bs, N\], .* got \[3\]"),
         ((x, x, x, 1), {"seq_lens": lens[:1]}, r"seq_lens must have the shape \[2\], got \[1\]"),
+        ((x, x, x, 1), {"slots": x}, "slots need seq_lens and max_depth < N"),
+        ((x, x, x, 3), {"slots": x, "seq_lens": lens}, "slots need .* got max_depth 3 and N = 3"),
+        ((x, x, x, 1), {"slots": x.int(), "seq_lens": lens}, "slots must be torch.int64, got torch.int32"),
+        (
+            (x, x, x, 1),
+            {"slots": x, "seq_lens": lens, "out": k.allocate_walk(2, 3, 1, "cpu")},
+            "out.rows and slots must be given together",
+        ),
         ((x, x, x, 1), {"out": k.allocate_walk(2, 3, 1, "cpu")}, "new_seq_lens and seq_lens must be given together"),
         (
             (x, x, x, 1),
@@ -520,7 +535,7 @@ if not INTERPRETED:
         "out": "*u8",
         "accept_lens_out": "*i32",
         "bits": "*i64",
-        **{name: "*i64" for name in ("root_tokens", "ids", "tokens", "parents", "choices")},
+        **{name: "*i64" for name in ("root_tokens", "ids", "tokens", "parents", "choices", "slots")},
     }
 
     def kernel_cases():
@@ -531,9 +546,11 @@ if not INTERPRETED:
         yield "build-without-positions", k._build_kernel, {"BLOCK": 32, "WORDS": 1, **absent}, 1
         for n in (16, 257):
             block = max(32, triton.next_power_of_2(n))
-            sizes = {"BLOCK": block, "PATH_BLOCK": block, "HAS_SEQ_LENS": True}
+            sizes = {"BLOCK": block, "PATH_BLOCK": block, "HAS_SEQ_LENS": True, "HAS_SLOTS": True}
             yield f"walk-{n}", k._walk_kernel, sizes, 1
         absent = {"HAS_SEQ_LENS": False, "seq_lens": None, "new_seq_lens_out": None}
+        absent |= {"HAS_SLOTS": False, "slots": None}
+        absent |= {name: None for name in ("rows_out", "kv_from_out", "kv_to_out", "positions_out")}
         yield "walk-without-lengths", k._walk_kernel, {"BLOCK": 64, "PATH_BLOCK": 64, **absent}, 1
         for fill in (True, False):
             yield f"mask-{fill}", k._full_mask_kernel, {"BLOCK": 64, "CELLS": 1024, "FILL_PREFIX": fill}, 4

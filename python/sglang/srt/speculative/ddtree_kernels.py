@@ -84,11 +84,16 @@ class DeviceWalk(WalkResult):
             bonus last), 0 behind.
         accept_lens: int32 [bs]; committed tokens, num_accepted_drafts + 1.
         new_seq_lens: [bs], seq_lens + accept_lens in the dtype of `seq_lens`, or None without `seq_lens`.
+        rows, kv_from, kv_to, positions: int64 [bs, max_depth + 1] as in `CommitPlan`, or None without `slots`.
     """
 
     next_tokens: torch.Tensor
     accept_lens: torch.Tensor
     new_seq_lens: torch.Tensor | None
+    rows: torch.Tensor | None
+    kv_from: torch.Tensor | None
+    kv_to: torch.Tensor | None
+    positions: torch.Tensor | None
 
     def head(self, bs: int) -> DeviceWalk:
         """Views of the first `bs` requests: a smaller batch in buffers made for a larger one."""
@@ -143,6 +148,7 @@ def allocate_walk(
     device: torch.device | str,
     *,
     seq_lens_dtype: torch.dtype | None = torch.int64,
+    slots: bool = False,
 ) -> DeviceWalk:
     """Uninitialised buffers for `walk_trees(..., out=...)`, which writes every cell of them.
 
@@ -152,18 +158,24 @@ def allocate_walk(
         max_depth: steps at most, usually D-1.
         device: where the buffers live.
         seq_lens_dtype: dtype of `seq_lens` and `new_seq_lens`; None: walk without `seq_lens`.
+        slots: with buffers for what follows from the nodes' KV slots.
     """
+    places = max_depth + 1
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     return DeviceWalk(
-        accept_index=empty(bs, max_depth + 1),
+        accept_index=empty(bs, places),
         num_accepted_drafts=empty(bs),
         bonus=empty(bs),
         next_tokens=empty(bs, num_nodes),
         accept_lens=empty(bs, dtype=torch.int32),
         new_seq_lens=None if seq_lens_dtype is None else empty(bs, dtype=seq_lens_dtype),
+        rows=empty(bs, places) if slots else None,
+        kv_from=empty(bs, places) if slots else None,
+        kv_to=empty(bs, places) if slots else None,
+        positions=empty(bs, places) if slots else None,
     )
 
 
@@ -520,9 +532,12 @@ def walk_trees(
     max_depth: int,
     *,
     seq_lens: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
     out: DeviceWalk | None = None,
 ) -> DeviceWalk:
     """Follow the target's choices down every tree in one launch: bit for bit `ddtree_utils.walk_trees`.
+
+    With `slots` the same launch makes the commit plan, bit for bit `ddtree_utils.plan_commit`.
 
     Args:
         tokens: int64 [bs, N], contiguous.
@@ -532,6 +547,7 @@ def walk_trees(
         max_depth: steps at most, at least 0, usually D-1; deeper nodes are not accepted.
         seq_lens: int32 or int64 [bs], committed tokens per request; gives `new_seq_lens`. Not changed,
             unless `out.new_seq_lens` is the same tensor.
+        slots: int64 [bs, N], contiguous; the KV slot of every node. Needs `seq_lens` and max_depth < N.
         out: buffers of exactly this batch (see `allocate_walk` and `DeviceWalk.head`), overwritten and
             returned.
 
@@ -551,12 +567,20 @@ def walk_trees(
         _check_buffer(name, x, torch.int64, (bs, n), device)
     _check_seq_lens(seq_lens, bs, device)
     seq_lens_dtype = None if seq_lens is None else seq_lens.dtype
+    with_slots = slots is not None
+    if slots is not None:
+        _check_buffer("slots", slots, torch.int64, (bs, n), device)
+        if seq_lens is None or max_depth >= n:
+            raise ValueError(f"slots need seq_lens and max_depth < N, got max_depth {max_depth} and N = {n}.")
     if out is None:
-        out = allocate_walk(bs, n, max_depth, device, seq_lens_dtype=seq_lens_dtype)
+        out = allocate_walk(bs, n, max_depth, device, seq_lens_dtype=seq_lens_dtype, slots=with_slots)
     else:
-        if (out.new_seq_lens is None) != (seq_lens is None):
-            raise ValueError("out.new_seq_lens and seq_lens must be given together or not at all.")
-        _check_out(out, allocate_walk(bs, n, max_depth, "meta", seq_lens_dtype=seq_lens_dtype), device)
+        for name, given in (("new_seq_lens", seq_lens), ("rows", slots)):
+            if (getattr(out, name) is None) != (given is None):
+                partner = "seq_lens" if name == "new_seq_lens" else "slots"
+                raise ValueError(f"out.{name} and {partner} must be given together or not at all.")
+        like = allocate_walk(bs, n, max_depth, "meta", seq_lens_dtype=seq_lens_dtype, slots=with_slots)
+        _check_out(out, like, device)
     if bs == 0:
         return out
     _walk_kernel[(bs,)](
@@ -564,18 +588,24 @@ def walk_trees(
         parents,
         choices,
         seq_lens,
+        slots,
         out.accept_index,
         out.num_accepted_drafts,
         out.bonus,
         out.next_tokens,
         out.accept_lens,
         out.new_seq_lens,
+        out.rows,
+        out.kv_from,
+        out.kv_to,
+        out.positions,
         0 if seq_lens is None else seq_lens.stride(0),
         n,
         max_depth,
         BLOCK=max(32, triton.next_power_of_2(n)),
         PATH_BLOCK=max(32, triton.next_power_of_2(max(n, max_depth + 1))),
         HAS_SEQ_LENS=seq_lens is not None,
+        HAS_SLOTS=with_slots,
         num_warps=1,
     )
     return out
@@ -587,18 +617,24 @@ def _walk_kernel(
     parents,
     choices,
     seq_lens,
+    slots,
     accept_index_out,
     num_accepted_out,
     bonus_out,
     next_tokens_out,
     accept_lens_out,
     new_seq_lens_out,
+    rows_out,
+    kv_from_out,
+    kv_to_out,
+    positions_out,
     seq_stride,
     n,
     max_depth,
     BLOCK: tl.constexpr,
     PATH_BLOCK: tl.constexpr,
     HAS_SEQ_LENS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
 ):
     # One program, one warp, one request. Whether a node is its parent's choice is known for all nodes at once,
     # so a step of the walk is one minimum over registers and reads no memory.
@@ -633,6 +669,16 @@ def _walk_kernel(
     if HAS_SEQ_LENS:
         length = tl.load(seq_lens + request * seq_stride)
         tl.store(new_seq_lens_out + request, length + steps + 1)
+    if HAS_SLOTS:
+        used = slot <= max_depth
+        # Behind the path a place points at its own node: moving it moves nothing.
+        from_row = row + tl.where(path >= 0, path, slot)
+        place = request * (max_depth + 1) + slot
+        tl.store(rows_out + place, from_row, mask=used)
+        tl.store(kv_from_out + place, tl.load(slots + from_row, mask=used, other=0), mask=used)
+        tl.store(kv_to_out + place, tl.load(slots + row + slot, mask=used, other=0), mask=used)
+        begin = tl.load(seq_lens + request * seq_stride).to(tl.int64)
+        tl.store(positions_out + place, begin + slot, mask=used)
 
 
 def _heads(buffers: DeviceTree | DeviceWalk, bs: int) -> dict[str, Any]:

@@ -90,6 +90,33 @@ class WalkResult:
     bonus: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class CommitPlan:
+    """Where the tokens that a walk accepted come from and go to, per request.
+
+    P = max_depth + 1 places, at most N. Behind the last accepted node a place points at its own node, so that
+    moving it moves nothing.
+
+    Attributes:
+        next_tokens: int64 [bs, N]; the committed tokens in front (the target's choices along the path, the bonus
+            last), 0 behind.
+        accept_lens: int32 [bs]; committed tokens, num_accepted_drafts + 1.
+        new_seq_lens: [bs], seq_lens + accept_lens in the dtype of `seq_lens`.
+        rows: int64 [bs, P]; the path's nodes among all bs * N rows of the verified batch.
+        kv_from: int64 [bs, P]; the KV slots of those nodes.
+        kv_to: int64 [bs, P]; the front slots of the round, where they belong.
+        positions: int64 [bs, P]; seq_lens + 0, 1, 2 ...
+    """
+
+    next_tokens: torch.Tensor
+    accept_lens: torch.Tensor
+    new_seq_lens: torch.Tensor
+    rows: torch.Tensor
+    kv_from: torch.Tensor
+    kv_to: torch.Tensor
+    positions: torch.Tensor
+
+
 def max_tree_nodes(block_size: int, topk: int, limit: int) -> int:
     """How many drafted nodes a tree can have: min(limit, K + K^2 + ... + K^(D-1)), the root not counted.
 
@@ -473,6 +500,39 @@ def walk_trees(tokens: torch.Tensor, parents: torch.Tensor, choices: torch.Tenso
         accept_index=accept_index,
         num_accepted_drafts=(accept_index[:, 1:] >= 0).sum(1),
         bonus=choices.gather(1, current)[:, 0],
+    )
+
+
+def plan_commit(
+    walk: WalkResult, choices: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor
+) -> CommitPlan:
+    """What a round does after its walk, without a host synchronisation.
+
+    Args:
+        walk: of `walk_trees`, P = max_depth + 1 places, at most N.
+        choices: int64 [bs, N], the target's token at every node.
+        seq_lens: int32 or int64 [bs], committed tokens per request.
+        slots: int64 [bs, N], the KV slot of every node.
+
+    Returns:
+        `CommitPlan`.
+    """
+    bs, nodes = choices.shape
+    places = walk.accept_index.shape[1]
+    place = torch.arange(places, device=choices.device)
+    accepted = walk.accept_index >= 0
+    path = torch.where(accepted, walk.accept_index, place)
+    tokens = torch.where(accepted, choices.gather(1, path), 0)
+    first_row = torch.arange(0, bs * nodes, nodes, device=choices.device)[:, None]
+    accept_lens = (walk.num_accepted_drafts + 1).to(torch.int32)
+    return CommitPlan(
+        next_tokens=torch.nn.functional.pad(tokens, (0, nodes - places)),
+        accept_lens=accept_lens,
+        new_seq_lens=seq_lens + accept_lens,
+        rows=path + first_row,
+        kv_from=slots.gather(1, path),
+        kv_to=slots[:, :places].contiguous(),
+        positions=seq_lens[:, None].to(torch.int64) + place,
     )
 
 

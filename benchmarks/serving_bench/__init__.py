@@ -1,0 +1,1 @@
+"""What the serving benchmarks share: model folders of a shape, servers, timed requests, reports."""

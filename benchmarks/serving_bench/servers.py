@@ -1,0 +1,230 @@
+"""The servers of a benchmark: modes and their flags, start, what they report, results that outlive an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from launcher import HOST, ServerProcess, free_port  # noqa: E402
+
+START_TIMEOUT_S = 400
+PLAIN = "plain"
+
+
+def kind_of(mode: str) -> tuple[str, int]:
+    """"plain", "dflash-WIDTH" or "ddtree-BUDGET" in its two parts; 0 stands for "plain" alone.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    kind, _, number = mode.partition("-")
+    if mode == PLAIN:
+        return PLAIN, 0
+    if kind in ("dflash", "ddtree") and number.isdigit() and int(number) > 0:
+        return kind, int(number)
+    raise ValueError(f"a mode is plain, dflash-WIDTH or ddtree-BUDGET, got {mode!r}.")
+
+
+def label(mode: str) -> str:
+    """A mode's name in tables and plots."""
+    kind, number = kind_of(mode)
+    return {
+        PLAIN: "no speculation",
+        "dflash": f"DFLASH, width {number}",
+        "ddtree": f"DDTREE, budget {number}",
+    }[kind]
+
+
+def mode_flags(mode: str, drafter: Path, topk_cap: int) -> list[str]:
+    """Server flags that choose a mode."""
+    kind, number = kind_of(mode)
+    if kind == PLAIN:
+        return []
+    flags = ["--speculative-algorithm", kind.upper(), "--speculative-draft-model-path", str(drafter)]
+    if kind == "dflash":
+        return [*flags, "--speculative-dflash-block-size", str(number)]
+    return [*flags, "--speculative-ddtree-budget", str(number), "--speculative-ddtree-topk-cap", str(topk_cap)]
+
+
+def has_gpu() -> bool:
+    from sglang_ddtree.requirements import has_gpu
+
+    return has_gpu()
+
+
+def common_flags(dtype: str, max_requests: int, backend: str) -> list[str]:
+    """What every mode's server gets; all else is SGLang's default, overlap scheduling and decode graphs among it."""
+    flags = ["--dtype", dtype, "--max-running-requests", str(max_requests), "--random-seed", "7", "--sleep-on-idle"]
+    if has_gpu():
+        flags += ["--attention-backend", backend, "--cuda-graph-max-bs", str(max_requests)]
+        # Its kernels take a minute to compile, and nothing here depends on how fast a prompt is read.
+        flags += ["--cuda-graph-backend-prefill", "disabled"]
+    return flags
+
+
+class BenchServer(ServerProcess):
+    """One ``python -m sglang.launch_server``."""
+
+    def __init__(self, flags: Sequence[str], log: Path, env: dict[str, str]):
+        port = free_port()
+        command = [sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port), *flags]
+        values = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", **env)
+        super().__init__(command, port, log, env=values)
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+            return json.load(response)
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache.
+
+        Raises:
+            urllib.error.HTTPError: it was refused for half a minute, as it is while requests run.
+        """
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                with urllib.request.urlopen(urllib.request.Request(self.url + "/flush_cache", b""), timeout=60):
+                    return
+            except urllib.error.HTTPError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+
+def settings_of(info: dict[str, Any]) -> dict[str, Any]:
+    """What a server says about itself in /server_info that decides its speed."""
+    graphs = (info.get("cuda_graph_config") or {}).get("decode") or {}
+    overlap = info.get("disable_overlap_schedule")
+    return {
+        "decode_graphs": graphs.get("backend", "unknown"),
+        "overlap": "unknown" if overlap is None else "off" if overlap else "on",
+        "backend": info.get("attention_backend"),
+        "page_size": info.get("page_size"),
+        "verify_width": info.get("speculative_num_draft_tokens") or 1,
+        "dtype": info.get("dtype"),
+        "kv_tokens": info.get("max_total_num_tokens"),
+    }
+
+
+@dataclass
+class Plan:
+    """One server to measure, and what of it."""
+
+    mode: str
+    flags: list[str]
+    points: list[str]
+    """Names of the measurements, in their order."""
+    env: dict[str, str] = field(default_factory=dict)
+    conditions: dict[str, Any] = field(default_factory=dict)
+    """What else a kept result depends on."""
+    name: str = ""
+    """Of the result's file; the mode if empty."""
+
+
+class Record:
+    """What one server measured, kept in a file point by point; one of other conditions is started anew."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]):
+        self.path = path
+        self.data: dict[str, Any] = {"identity": identity, "settings": {}, "points": {}}
+        if path.exists():
+            kept = json.loads(path.read_text())
+            # Through JSON, which has no tuples.
+            if kept["identity"] == json.loads(json.dumps(identity)):
+                self.data = kept
+            else:
+                print(f"{path.name}: kept under other conditions, measured again", flush=True)
+
+    @property
+    def points(self) -> dict[str, Any]:
+        return self.data["points"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.data["settings"]
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.data))
+        part.replace(self.path)
+
+
+Measure = Callable[[BenchServer, Plan, str, Record], Any]
+
+
+def measure_plans(
+    plans: Sequence[Plan], folder: Path, identity: dict[str, Any], measure: Measure, together: int = 1
+) -> tuple[dict[str, Record], dict[str, str]]:
+    """Measure what is missing, one server after another.
+
+    Args:
+        plans: one per mode.
+        folder: of the records and the servers' logs.
+        identity: what all results depend on, the commit and the device among it.
+        measure: makes one point; its result is kept as JSON.
+        together: servers that start at the same time. None is measured before all of them are up.
+    Returns:
+        Records by mode, and the error of each mode that could not be measured (its earlier points are kept).
+    """
+    records, errors = {}, {}
+    for plan in plans:
+        own = {"flags": plan.flags, "env": plan.env, "conditions": plan.conditions}
+        records[plan.mode] = Record(folder / f"{plan.name or plan.mode}.json", {**identity, **own})
+    todo = [plan for plan in plans if any(point not in records[plan.mode].points for point in plan.points)]
+    for plan in plans:
+        if plan not in todo:
+            print(f"{label(plan.mode)}: all kept in {records[plan.mode].path}", flush=True)
+    for at in range(0, len(todo), together):
+        _measure_group(todo[at : at + together], folder, records, errors, measure)
+    return records, errors
+
+
+def _measure_group(
+    group: Sequence[Plan], folder: Path, records: dict[str, Record], errors: dict[str, str], measure: Measure
+) -> None:
+    servers: list[BenchServer] = []
+    ready: list[tuple[Plan, BenchServer]] = []
+    try:
+        for plan in group:
+            print(f"{label(plan.mode)}: starting a server", flush=True)
+            servers.append(BenchServer(plan.flags, folder / f"{plan.name or plan.mode}.log", plan.env))
+        for plan, server in zip(group, servers, strict=True):
+            try:
+                took = server.wait_ready(START_TIMEOUT_S)
+                print(f"{label(plan.mode)}: ready after {took:.0f} s", flush=True)
+                ready.append((plan, server))
+            except Exception as error:
+                _note(errors, plan, "did not start", error)
+        for plan, server in ready:
+            record = records[plan.mode]
+            try:
+                record.settings.update(settings_of(server.get("/server_info")))
+                for point in plan.points:
+                    if point not in record.points:
+                        record.points[point] = measure(server, plan, point, record)
+                        record.save()
+            except Exception as error:
+                _note(errors, plan, "broke off", error)
+            server.stop()
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def _note(errors: dict[str, str], plan: Plan, what: str, error: Exception) -> None:
+    traceback.print_exception(error)
+    errors[plan.mode] = f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
