@@ -8,7 +8,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ddtree import compat, requirements
-from sglang_ddtree.flags import ALGORITHM, config_of
+from sglang_ddtree.flags import ALGORITHM, DEVICE_ROUND_VARIABLE, config_of, device_round
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         if server_args.enable_mixed_chunk:
             server_args.enable_mixed_chunk = False
             logger.warning("DDTREE: mixed chunked prefill is switched off.")
-        _switch_off_graphs_and_overlap(server_args)
+        _resolve_graphs_and_overlap(server_args)
         if config.shadow_linear:
             logger.info("DDTREE: shadow-linear mode is enabled: the chain is served, no tree is verified.")
         logger.info(
@@ -88,16 +88,16 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return super().create_worker(server_args)
 
 
-def _switch_off_graphs_and_overlap(server_args: Any) -> None:
+def _resolve_graphs_and_overlap(server_args: Any) -> None:
+    """Switch off what this round cannot use, with a line in the log."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    # A verify graph captured without a mask would verify causally and still produce fluent text.
-    if server_args.cuda_graph_config.decode.backend != Backend.DISABLED:
+    if not device_round() and server_args.cuda_graph_config.decode.backend != Backend.DISABLED:
         server_args.cuda_graph_config.decode.backend = Backend.DISABLED
-        logger.warning("DDTREE: decode CUDA graphs are switched off in this version.")
-    if not server_args.disable_overlap_schedule:
+        logger.warning("DDTREE: decode CUDA graphs are switched off; %s=1 keeps them.", DEVICE_ROUND_VARIABLE)
+    if not server_args.disable_overlap_schedule and not requirements.can_overlap({"device": server_args.device}):
         server_args.disable_overlap_schedule = True
-        logger.warning("DDTREE: overlap scheduling is switched off in this version.")
+        logger.warning("DDTREE: overlap scheduling is switched off.")
 
 
 def _worker_class(server_args: Any) -> type:
@@ -110,7 +110,6 @@ def register() -> None:
     """Register DDTREE with SGLang; an unsupported SGLang is reported when DDTREE is asked for."""
     SpeculativeAlgorithm.register(
         ALGORITHM,
-        # The worker drives SGLang's v2 schema; overlap itself is switched off in handle_server_args.
         supports_overlap=True,
         validate_server_args=lambda server_args: compat.check(),
         spec_class=DDTreeAlgorithm,

@@ -177,12 +177,18 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "target_worker",
         ),
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode": ("batch",),
-        "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache": (
-            "batch",
-            "accept_index",
-            "num_correct_drafts",
-            "token_to_kv_pool_allocator",
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache": ("self", "tgt_loc", "src_loc"),
+        "sglang.srt.speculative.spec_utils.record_stream_each": ("tensors", "stream"),
+        "sglang.srt.speculative.spec_utils.record_stream_for_v2_verify": ("batch", "verify_input", "fwd_stream"),
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info": (
+            "self",
+            "num_tokens",
         ),
+        "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls": None,
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._maybe_build_draft_sampler": None,
+        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._ensure_draft_block_buffers": ("self", "bs"),
+        "sglang.srt.speculative.draft_worker_common.make_draft_sampler_capture_hook": ("draft_sampler",),
+        "sglang.srt.layers.attention.verify_mask.VerifyMask.fits": ("self", "bs"),
         "sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify": (
             "target_worker",
             "batch",
@@ -217,6 +223,16 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "draft_token_num",
             "device",
         ),
+        "sglang.kernels.ops.speculative.dflash._prepare_dflash_draft_block_unchecked": (
+            "bonus_tokens",
+            "prefix_lens",
+            "req_pool_indices",
+            "req_to_token",
+            "block_ids_out",
+            "positions_out",
+            "cache_loc_out",
+            "mask_token_id",
+        ),
         "sglang.srt.layers.sampler.Sampler.forward": (
             "self",
             "logits_output",
@@ -235,6 +251,7 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "next_draft_input",
             "speculative_num_draft_tokens",
             "new_seq_lens",
+            "extra_keep_alive_refs",
         ),
     }
 }

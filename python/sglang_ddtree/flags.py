@@ -10,6 +10,7 @@ import argparse
 import contextvars
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,16 @@ ALGORITHM = "DDTREE"
 # The widest tree the ancestor bit words and the device kernels are built for.
 MAX_BUDGET = 256
 _PREFIX = "speculative_ddtree_"
+DEVICE_ROUND_VARIABLE = "SGLANG_DDTREE_DEVICE_ROUND"
+
+
+def device_round() -> bool:
+    """Whether rounds stay on the device: Triton kernels between the forwards, CUDA graphs, overlap scheduling.
+
+    Off unless SGLANG_DDTREE_DEVICE_ROUND=1: on a CPU Triton can only be interpreted, and on a GPU this path has not
+    been checked against no speculation yet.
+    """
+    return os.environ.get(DEVICE_ROUND_VARIABLE, "0").lower() in ("1", "true")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_ddtree import cpu
-from sglang_ddtree.flags import DDTreeConfig, FlagError, flag_name
+from sglang_ddtree.flags import DDTreeConfig, FlagError, device_round, flag_name
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,11 @@ def on_cpu(fields: dict[str, Any]) -> bool:
     return device == "cpu" or (device == "auto" and not has_gpu() and not cpu.has_accelerator())
 
 
+def can_overlap(fields: dict[str, Any]) -> bool:
+    """Whether scheduling may overlap with a round: on a CPU not even SGLang's own speculative algorithms do."""
+    return device_round() and not on_cpu(fields)
+
+
 def _device_type(fields: dict[str, Any]) -> str:
     """ "cuda" of "cuda:1"; "auto" where nothing was asked for."""
     return str(fields.get("device") or "auto").split(":")[0]
@@ -49,7 +54,8 @@ def defaults_for(fields: dict[str, Any]) -> dict[str, Any]:
         logger.info("DDTREE: --attention-backend not given, using %s", chosen["attention_backend"])
     if on_cpu(fields):
         chosen["device"] = "cpu"
-        chosen["disable_overlap_schedule"] = True
+        if not can_overlap(fields):
+            chosen["disable_overlap_schedule"] = True
         if fields.get("page_size") is None:
             chosen["page_size"] = 1
     return chosen

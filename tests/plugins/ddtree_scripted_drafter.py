@@ -44,6 +44,8 @@ class Script:
         self.stamp: int | None = None
         self.content: dict = {}
         self.rounds: dict[str, int] = {}
+        # What the worker committed for each request: under overlap scheduling the request itself lags behind.
+        self.committed: dict[str, tuple[int, ...]] = {}
         self.continuations = Continuations(target)
 
     def refresh(self) -> dict:
@@ -57,7 +59,7 @@ class Script:
         turn = self.rounds.get(req.rid, 0)
         self.rounds[req.rid] = turn + 1
         plan = self.content["ranks"][turn % len(self.content["ranks"])]
-        prefix = (*req.origin_input_ids, *req.output_ids)
+        prefix = (*req.origin_input_ids, *self.committed[req.rid])
         tokens, logprobs = [], []
         for position in range(positions):
             truth = self.continuations.after(prefix)
@@ -92,11 +94,28 @@ def _scripted(draft, script: Script):
                 logs = torch.tensor(content["logprobs"])[:, :width]
                 ids[b], logprobs[b] = row.to(ids), logs.to(logprobs)
                 continue
-            assert req.output_ids[-1] == int(bonus_tokens[b]), "the bonus token is the request's last"
+            assert script.committed[req.rid][-1] == int(bonus_tokens[b]), "the bonus token is the request's last"
             tokens, values = script.candidates(req, positions, width)
             ids[b] = torch.tensor(tokens).to(ids)
             logprobs[b] = torch.tensor(values).to(logprobs)
         return ids, logprobs
+
+    return wrapper
+
+
+def _recorded(forward, script: Script):
+    def wrapper(worker, batch, *args, **kwargs):
+        prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+        outputs = [tuple(req.output_ids) for req in batch.reqs]
+        result = forward(worker, batch, *args, **kwargs)
+        if batch.forward_mode.is_idle():
+            return result
+        tokens = result.next_token_ids.view(len(batch.reqs), -1).tolist()
+        lengths = [1] * len(batch.reqs) if prefill else result.accept_lens.tolist()
+        for req, before, row, length in zip(batch.reqs, outputs, tokens, lengths, strict=True):
+            earlier = before if prefill else script.committed[req.rid]
+            script.committed[req.rid] = (*earlier, *row[:length])
+        return result
 
     return wrapper
 
@@ -106,6 +125,7 @@ def _after_activate(result) -> None:
 
     script = Script(os.environ["DDTREE_TEST_SCRIPT"], os.environ["DDTREE_TEST_TARGET"])
     DDTreeWorker._draft = _scripted(DDTreeWorker._draft, script)
+    DDTreeWorker.forward_batch_generation = _recorded(DDTreeWorker.forward_batch_generation, script)
 
 
 def load() -> None:

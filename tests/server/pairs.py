@@ -100,7 +100,7 @@ class Pair:
         if self.script_path.stat().st_mtime_ns <= before:
             os.utime(self.script_path, ns=(before + 1, before + 1))
 
-    def server(self, name: str, *args: str) -> Server:
+    def server(self, name: str, *args: str, env: dict[str, str] | None = None) -> Server:
         """The server of that name, started if it does not run."""
         key = (self.folder, name)
         if key in _running:
@@ -109,7 +109,7 @@ class Pair:
         while len(_running) >= MAX_RUNNING:
             _running.pop(next(iter(_running))).stop()
         # One thread: two that wait for each other lose more than tiny matrices gain.
-        env = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT}
+        env = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT, **(env or {})}
         command = ["--model-path", str(self.target), *COMMON, *args]
         if name != "plain":
             command += ["--speculative-algorithm", "DDTREE"]
@@ -132,6 +132,14 @@ class Pair:
     @property
     def tree(self) -> Server:
         return self.server("tree", "--speculative-ddtree-budget", "15")
+
+    @property
+    def device(self) -> Server:
+        """The round as a GPU runs it: kernels (interpreted where there is no GPU) and overlap scheduling."""
+        env = {"SGLANG_DDTREE_DEVICE_ROUND": "1"}
+        if not torch.cuda.is_available():
+            env |= {"TRITON_INTERPRET": "1", "DDTREE_TEST_CPU_OVERLAP": "1"}
+        return self.server("device", "--speculative-ddtree-budget", "7", env=env)
 
     @property
     def chain(self) -> Server:

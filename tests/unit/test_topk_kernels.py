@@ -101,7 +101,9 @@ def test_an_undefined_distribution_is_never_accepted(bad):
         assert torch.equal(ids[row], clean_ids[row]) and torch.equal(logprobs[row], clean[row])
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(x, marks=on_device) for x in ((200, 101), (3, 298), (100, 1, 100, 100))])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(x, marks=on_device) for x in ((200, 101), (3, 298), (100, 1, 100, 100))]
+)
 def test_ranks_merge_to_the_whole(sizes):
     """Every rank's own K and log-sum-exp, merged as if the ranks were chunks."""
     logits = draw(5, 301, torch.bfloat16)

@@ -503,9 +503,7 @@ def walk_trees(tokens: torch.Tensor, parents: torch.Tensor, choices: torch.Tenso
     )
 
 
-def plan_commit(
-    walk: WalkResult, choices: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor
-) -> CommitPlan:
+def plan_commit(walk: WalkResult, choices: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor) -> CommitPlan:
     """What a round does after its walk, without a host synchronisation.
 
     Args:

@@ -11,23 +11,19 @@ from typing import Any
 
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.kernels.ops.speculative.dflash import _prepare_dflash_draft_block_unchecked
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
+from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner
+from sglang.srt.speculative.ddtree_round import DeviceRound, RoundTree, TorchRound
 from sglang.srt.speculative.ddtree_sampling import choose_tokens
 from sglang.srt.speculative.ddtree_simulation import is_simulating, simulate_walk
-from sglang.srt.speculative.ddtree_topk import local_vocabulary, topk_logprobs
-from sglang.srt.speculative.ddtree_utils import (
-    DraftTree,
-    WalkResult,
-    build_trees,
-    full_mask,
-    global_links,
-    qlen_only_mask,
-    tree_positions,
-    walk_trees,
-)
+from sglang.srt.speculative.ddtree_topk import local_vocabulary
+from sglang.srt.speculative.ddtree_utils import CommitPlan, WalkResult, global_links, plan_commit
 from sglang.srt.speculative.dflash_info import DDTreeDraftInput, DDTreeVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.eagle_utils import eagle_prepare_for_verify
@@ -36,9 +32,10 @@ from sglang.srt.speculative.spec_utils import (
     GrammarTree,
     build_grammar_vocab_mask,
     commit_mamba_states_after_verify,
-    move_accept_tokens_to_target_kvcache,
+    record_stream_each,
+    record_stream_for_v2_verify,
 )
-from sglang_ddtree.flags import config_of
+from sglang_ddtree.flags import config_of, device_round
 from sglang_ddtree.requirements import check_loaded_target
 
 
@@ -65,13 +62,30 @@ class DDTreeWorker(DFlashWorkerV2):
         self.speculative_num_draft_tokens = self.config.verify_width
         # Refuse a head that the drafter's probabilities cannot be computed with now, not in the first round.
         local_vocabulary(getattr(target_worker.model_runner.model, "lm_head", None))
-        # The drafter embeds its block itself: SGLang's runner would round embeddings handed to it to bfloat16.
+        # The drafter embeds its block itself, also within its CUDA graph: SGLang's eager runner would round
+        # embeddings handed to it to bfloat16.
         self.draft_model.forward_embed = self._embed_block
+        self._round: TorchRound = DeviceRound() if device_round() else TorchRound()
+        # Read when the target's graphs are captured, which is later: SGLang's own runner would capture no mask.
+        target_worker.model_runner._decode_cuda_graph_runner_cls = lambda: DDTreeVerifyGraphRunner
 
     def _embed_block(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The target's embeddings [tokens, hidden], in the drafter's dtype."""
         embed = self.target_worker.model_runner.model.get_input_embeddings()
         return embed(input_ids).to(self.draft_model.fc.weight.dtype)
+
+    # --- What DFLASH's set-up asks of a subclass.
+
+    def _maybe_build_draft_sampler(self) -> DraftTail:
+        """What SGLang captures behind the drafter, in the drafter's graph."""
+        return DraftTail(
+            lm_head=self.target_worker.model_runner.model.lm_head,
+            block_size=self.block_size,
+            topk=self.config.topk,
+            max_bs=max(get_exec().graph.cuda_graph_config.decode.bs),
+            tp_group=get_tp_group(),
+            device=self.device,
+        )
 
     # --- What DFLASH's prefill asks of a subclass.
 
@@ -111,6 +125,8 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         """Prefill or idle as DFLASH; else one round: draft, build, verify, walk, commit.
 
+        Under overlap scheduling the host knows neither the committed lengths nor the bonus tokens of the batch.
+
         Returns:
             ``next_token_ids`` int64 [bs * N], of each request's N the first ``accept_lens`` count: the accepted
             drafts and the bonus token.
@@ -118,10 +134,22 @@ class DDTreeWorker(DFlashWorkerV2):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
 
-        bonus_tokens = batch.spec_info.bonus_tokens
-        candidate_ids, candidate_logprobs = self._draft(batch, bonus_tokens)
-        tree = build_trees(bonus_tokens, candidate_ids, candidate_logprobs, self.config.tree_budget, validate=False)
+        # Made on the scheduler's stream, read on this one.
+        draft_input = batch.spec_info
+        record_stream_each((batch.seq_lens, draft_input.bonus_tokens), self._stream())
+        ids, logprobs = self._draft(batch, draft_input.bonus_tokens)
+        tree = self._round.build(draft_input.bonus_tokens, ids, logprobs, self.config.tree_budget, batch.seq_lens)
         return self._verify(batch, tree, on_publish, grammar_barrier)
+
+    def _stream(self) -> Any:
+        return torch.get_device_module(self.device).current_stream()
+
+    def _host_bound(self, batch: ScheduleBatch) -> torch.Tensor:
+        """Committed lengths as far as the host knows them, never too small: int [bs] on the CPU."""
+        if batch.seq_lens_cpu is not None:
+            return batch.seq_lens_cpu
+        # An attention backend that plans on the device spares the scheduler the copy: all that was reserved.
+        return batch.spec_info.reserved_seq_lens_cpu
 
     def _draft(self, batch: ScheduleBatch, bonus_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the drafter over [bonus, mask x (D - 1)].
@@ -130,58 +158,98 @@ class DDTreeWorker(DFlashWorkerV2):
             ids int64 [bs, D - 1, K] and log-probabilities float32 [bs, D - 1, K] for block positions 1..D-1.
         """
         bs, width = batch.seq_lens.shape[0], self.block_size
-        target = self.target_worker.model_runner.model
-        block = torch.full((bs, width), self._mask_token_id, dtype=torch.int64, device=self.device)
-        block[:, 0] = bonus_tokens
-        seq_lens = batch.seq_lens
-        slots = assign_extend_cache_locs_func(
-            req_pool_indices=batch.req_pool_indices,
-            req_to_token=self.model_runner.req_to_token_pool.req_to_token,
-            start_offset=seq_lens,
-            end_offset=seq_lens + width,
-            batch_size=bs,
-            draft_token_num=width,
-            device=self.device,
-        )
+        block, positions, slots = self._draft_block(batch, bonus_tokens)
         # An upper bound per row for backends that plan on the host.
-        seq_lens_cpu = batch.seq_lens_cpu.to(torch.int32) + width
+        seq_lens_cpu = self._host_bound(batch).to(torch.int32) + width
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
             input_ids=block.view(-1),
             req_pool_indices=batch.req_pool_indices,
-            seq_lens=seq_lens,
-            out_cache_loc=slots,
+            seq_lens=batch.seq_lens,
+            out_cache_loc=slots.view(-1),
             seq_lens_sum=int(seq_lens_cpu.sum()),
             seq_lens_cpu=seq_lens_cpu,
-            positions=(seq_lens[:, None] + self._block_pos_offsets).view(-1),
+            positions=positions.view(-1),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self._draft_block_spec_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         with torch.inference_mode():
-            hidden = self.draft_model_runner.forward(forward_batch).logits_output.hidden_states
-            drafted = hidden.view(bs, width, -1)[:, 1:].reshape(bs * (width - 1), -1)
-            ids, logprobs = topk_logprobs(drafted, target.lm_head, self.config.topk, get_tp_group())
-        return ids.view(bs, width - 1, -1), logprobs.view(bs, width - 1, -1)
-
-    def _verify_input(self, batch: ScheduleBatch, tree: DraftTree) -> DDTreeVerifyInput:
-        if self.config.shadow_linear:
-            mask = None
-        elif torch.device(self.device).type == "cpu":
-            mask = qlen_only_mask(tree.visible)
-        else:
-            bs, nodes = tree.tokens.shape
-            mask = full_mask(
-                tree.visible, batch.seq_lens, total=nodes * int(batch.seq_lens_cpu.sum()) + bs * nodes * nodes
+            output = self.draft_model_runner.forward(forward_batch)
+            if self._draft_sampler is not None and output.can_run_graph:
+                return self._draft_sampler.ids[:bs], self._draft_sampler.logprobs[:bs]
+            return candidates(
+                output.logits_output.hidden_states,
+                self.target_worker.model_runner.model.lm_head,
+                width,
+                self.config.topk,
+                get_tp_group(),
+                on_device=self._round.on_device,
             )
+
+    def _draft_block(
+        self, batch: ScheduleBatch, bonus_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, positions and KV slots of the drafted blocks, each int64 [bs, D]."""
+        bs, width = batch.seq_lens.shape[0], self.block_size
+        req_to_token = self.model_runner.req_to_token_pool.req_to_token
+        if self._round.on_device and self._use_triton_prepare_block:
+            self._ensure_draft_block_buffers(bs)
+            block, positions, slots = (
+                self._draft_block_ids_buf[:bs],
+                self._draft_block_positions_buf[:bs],
+                self._draft_verify_out_cache_loc_buf[:bs],
+            )
+            _prepare_dflash_draft_block_unchecked(
+                bonus_tokens=bonus_tokens,
+                prefix_lens=batch.seq_lens,
+                req_pool_indices=batch.req_pool_indices,
+                req_to_token=req_to_token,
+                block_ids_out=block,
+                positions_out=positions,
+                cache_loc_out=slots,
+                mask_token_id=int(self._mask_token_id),
+            )
+            return block, positions, slots
+        block = torch.full((bs, width), self._mask_token_id, dtype=torch.int64, device=self.device)
+        block[:, 0] = bonus_tokens
+        slots = assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=req_to_token,
+            start_offset=batch.seq_lens,
+            end_offset=batch.seq_lens + width,
+            batch_size=bs,
+            draft_token_num=width,
+            device=self.device,
+        )
+        return block, batch.seq_lens[:, None] + self._block_pos_offsets, slots
+
+    def _verify_mask(self, batch: ScheduleBatch, tree: RoundTree) -> torch.Tensor | None:
+        """The tree's mask in the form the attention backend takes; None where it reads a chain."""
+        if self.config.shadow_linear:
+            return None
+        if torch.device(self.device).type == "cpu":
+            return self._round.tree_mask(tree)
+        bs, nodes = tree.tree.tokens.shape
+        total = nodes * int(self._host_bound(batch).sum()) + bs * nodes * nodes
+        buffer = self.model_runner.attn_backend.verify_mask
+        if buffer is not None and buffer.fits(bs):
+            # The bound counts reserved slots too, which may lie behind the context length.
+            out = buffer.buffer[: min(total, buffer.buffer.numel())]
+        else:
+            out = torch.empty(total, dtype=torch.bool, device=self.device)
+        return self._round.full_mask(tree, batch.seq_lens, out)
+
+    def _verify_input(self, batch: ScheduleBatch, tree: RoundTree) -> DDTreeVerifyInput:
+        nodes = tree.tree
         return DDTreeVerifyInput(
-            draft_token=tree.tokens.reshape(-1),
-            custom_mask=mask,
-            positions=tree_positions(tree.depths, batch.seq_lens).reshape(-1),
-            retrieve_index=global_links(tree.first_child, tree.next_sibling),
-            retrieve_next_token=tree.first_child,
-            retrieve_next_sibling=tree.next_sibling,
+            draft_token=nodes.tokens.reshape(-1),
+            custom_mask=self._verify_mask(batch, tree),
+            positions=tree.positions.reshape(-1),
+            retrieve_index=global_links(nodes.first_child, nodes.next_sibling),
+            retrieve_next_token=nodes.first_child,
+            retrieve_next_sibling=nodes.next_sibling,
             retrieve_cum_len=None,
             spec_steps=self.config.max_depth,
             topk=1 if self.config.shadow_linear else 2,
@@ -192,7 +260,7 @@ class DDTreeWorker(DFlashWorkerV2):
         )
 
     def _verify(
-        self, batch: ScheduleBatch, tree: DraftTree, on_publish: Any, grammar_barrier: Any
+        self, batch: ScheduleBatch, tree: RoundTree, on_publish: Any, grammar_barrier: Any
     ) -> GenerationBatchResult:
         """Verify the trees in one target forward, walk them and commit. Mutates ``batch`` and both KV pools.
 
@@ -202,13 +270,16 @@ class DDTreeWorker(DFlashWorkerV2):
         target_worker = self.target_worker
         verify_input = self._verify_input(batch, tree)
         batch.spec_info = verify_input
+        # The batch drops its references while kernels on this stream still read what they refer to.
+        record_stream_for_v2_verify(batch, verify_input, self._stream())
         forward_batch, can_run_cuda_graph = eagle_prepare_for_verify(
             verify_input, self.model_runner.req_to_token_pool, batch, target_worker
         )
+        record_stream_each((batch.input_ids, batch.out_cache_loc), self._stream())
         grammar_tree = None
         if batch.has_grammar:
             # Copies to the host: started before the forward, so that it overlaps.
-            grammar_tree = GrammarTree.from_device(tree.first_child, tree.next_sibling, tree.tokens)
+            grammar_tree = GrammarTree.from_device(tree.tree.first_child, tree.tree.next_sibling, tree.tree.tokens)
         output = target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         logits_output = output.logits_output
         grammar_mask = None
@@ -229,75 +300,65 @@ class DDTreeWorker(DFlashWorkerV2):
             grammar_mask=grammar_mask,
             tp_group=get_tp_group(),
         )
-        walk = walk_trees(tree.tokens, tree.parents, choices, self.config.max_depth)
+        slots = batch.out_cache_loc.view(choices.shape)
         if is_simulating():
             choices, walk = simulate_walk(choices, self.config.max_depth)
-        return self._commit(batch, logits_output, choices, walk, on_publish, can_run_cuda_graph)
-
-    def _commit(
-        self,
-        batch: ScheduleBatch,
-        logits_output: Any,
-        choices: torch.Tensor,
-        walk: WalkResult,
-        on_publish: Any,
-        can_run_cuda_graph: bool,
-    ) -> GenerationBatchResult:
-        """Make the accepted path the request's next tokens: KV to the front, hidden states to the drafter."""
-        bs, nodes = choices.shape
-        accept_lens = (walk.num_accepted_drafts + 1).to(torch.int32)
-        new_seq_lens = batch.seq_lens + accept_lens
-        local = walk.accept_index.to(torch.int32)
-        first_node = torch.arange(0, bs * nodes, nodes, dtype=torch.int32, device=local.device)[:, None]
-        accept_index = torch.where(local >= 0, local + first_node, local)
-
-        commit_mamba_states_after_verify(self.target_worker, batch, accept_lens, accept_index, nodes)
-        path = walk.accept_index.clamp(min=0)
-        # The choice at an accepted node is the next accepted token, at the last one it is the bonus.
-        next_tokens = torch.nn.functional.pad(choices.gather(1, path), (0, nodes - path.shape[1]))
-        hidden = logits_output.hidden_states.view(bs, nodes, -1)
-        hidden = hidden.gather(1, path[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        if not self.config.shadow_linear:
-            move_accept_tokens_to_target_kvcache(
-                batch, accept_index, walk.num_accepted_drafts, self.model_runner.token_to_kv_pool_allocator
-            )
-        if on_publish is not None:
-            on_publish(new_seq_lens)
-        self._feed_drafter(batch, hidden, accept_lens)
-        # Not needed on the host, and large.
-        logits_output.hidden_states = None
+            plan = plan_commit(walk, choices, batch.seq_lens, slots)
+        else:
+            walk, plan = self._round.commit(tree, choices, self.config.max_depth, batch.seq_lens, slots)
+        self._commit(batch, logits_output, walk, plan, on_publish)
         return GenerationBatchResult(
             logits_output=logits_output,
-            next_token_ids=next_tokens.reshape(-1),
-            accept_lens=accept_lens,
+            next_token_ids=plan.next_tokens.reshape(-1),
+            accept_lens=plan.accept_lens,
             can_run_cuda_graph=can_run_cuda_graph,
-            next_draft_input=self._next_draft_input(walk.bonus, new_seq_lens),
-            speculative_num_draft_tokens=nodes,
-            new_seq_lens=new_seq_lens,
+            next_draft_input=self._next_draft_input(walk.bonus, plan.new_seq_lens),
+            speculative_num_draft_tokens=verify_input.draft_token_num,
+            new_seq_lens=plan.new_seq_lens,
+            # Under overlap the batch moves on while this round still runs.
+            extra_keep_alive_refs=[forward_batch, tree, plan],
         )
 
-    def _feed_drafter(self, batch: ScheduleBatch, hidden: torch.Tensor, accept_lens: torch.Tensor) -> None:
+    def _commit(
+        self, batch: ScheduleBatch, logits_output: Any, walk: WalkResult, plan: CommitPlan, on_publish: Any
+    ) -> None:
+        """Make the accepted path the request's next tokens: KV to the front, hidden states to the drafter.
+
+        Source and target slots come from the round's own ``out_cache_loc``. SGLang's helper reads ``req_to_token``
+        again, which the overlap scheduler may be rewriting by then for the next round.
+        """
+        nodes = batch.out_cache_loc.shape[0] // plan.accept_lens.shape[0]
+        if self._need_mamba_verify_commit:
+            accepted = torch.where(walk.accept_index >= 0, plan.rows, -1).to(torch.int32)
+            commit_mamba_states_after_verify(self.target_worker, batch, plan.accept_lens, accepted, nodes)
+        hidden = logits_output.hidden_states[plan.rows.view(-1)]
+        # Not needed on the host, and large.
+        logits_output.hidden_states = None
+        if not self.config.shadow_linear:
+            kv_cache = self.model_runner.token_to_kv_pool_allocator.get_kvcache()
+            kv_cache.move_kv_cache(plan.kv_to.view(-1), plan.kv_from.view(-1))
+        if on_publish is not None:
+            on_publish(plan.new_seq_lens)
+        self._feed_drafter(hidden, plan)
+
+    def _feed_drafter(self, hidden: torch.Tensor, plan: CommitPlan) -> None:
         """Write the drafter's keys and values of the committed tokens, which share the target's slots.
 
         Args:
-            hidden: [bs, max_depth + 1, features] along the walked path; the first ``accept_lens`` of a row count.
-            accept_lens: int32 [bs].
+            hidden: [bs * P, features] along the walked paths.
+            plan: of which the first ``accept_lens`` places of a row count.
         """
-        bs, width, features = hidden.shape
-        offsets = torch.arange(width, device=hidden.device)
-        positions = batch.seq_lens[:, None] + offsets
-        slots = batch.out_cache_loc.view(bs, -1)[:, :width].contiguous()
         if hidden.device.type == "cpu":
             # SGLang's writer of a valid prefix is a Triton kernel: pack the rows and write them plainly.
-            valid = offsets < accept_lens[:, None]
+            valid = torch.arange(plan.kv_to.shape[1]) < plan.accept_lens[:, None]
             self._append_target_hidden_to_draft_kv_by_loc(
-                target_hidden=hidden[valid], cache_loc=slots[valid], positions=positions[valid]
+                target_hidden=hidden[valid.view(-1)], cache_loc=plan.kv_to[valid], positions=plan.positions[valid]
             )
             return
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=hidden.reshape(-1, features),
-            cache_loc=slots.view(-1),
-            positions=positions.reshape(-1),
-            cache_loc_2d=slots,
-            commit_lens=accept_lens,
+            target_hidden=hidden,
+            cache_loc=plan.kv_to.view(-1),
+            positions=plan.positions.view(-1),
+            cache_loc_2d=plan.kv_to,
+            commit_lens=plan.accept_lens,
         )

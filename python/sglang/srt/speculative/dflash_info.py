@@ -67,5 +67,10 @@ class DDTreeDraftInput(DFlashDraftInputV2):
         """
         from sglang.srt.speculative.eagle_utils import eagle_prepare_for_decode
 
-        if batch.batch_size() > 0:
-            eagle_prepare_for_decode(batch)
+        if batch.batch_size() == 0:
+            return
+        eagle_prepare_for_decode(batch)
+        # What the host may plan with while it does not know the committed lengths.
+        reserved = [req.kv.kv_allocated_len for req in batch.reqs]
+        self.reserved_seq_lens_cpu = torch.tensor(reserved, dtype=torch.int32)
+        self.reserved_seq_lens_sum = sum(reserved)

@@ -28,6 +28,7 @@ heads, D head dimension of keys, DV of values, E extra splits.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,7 @@ class SplitPlan:
         return SplitPlan(self.items[: bs + self.extra_splits], self.requests[:bs], self.extra_splits)
 
 
+@functools.cache
 def choose_tiles(
     rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, shared_memory: int = _SHARED_MEMORY
 ) -> Tiles:
@@ -110,6 +112,15 @@ def choose_tiles(
         block_n //= 2
     stages = (shared_memory - block_m * width * item) // (block_n * row_bytes)
     return Tiles(block_m, block_n, num_warps, max(1, min(limit, stages)))
+
+
+@functools.cache
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes of shared memory that a program may use on a device."""
+    if device.type != "cuda":
+        return _SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
 def choose_extra_splits(max_nodes: int, heads: int, kv_heads: int, tiles: Tiles, processors: int) -> int:
@@ -190,9 +201,7 @@ def plan_splits(
 
 
 @triton.jit(do_not_specialize=["bs", "extra", "min_split"])
-def _plan_kernel(
-    qo_indptr, kv_indptr, items, requests, bs, extra, min_split, BLOCK: tl.constexpr, ITEMS: tl.constexpr
-):
+def _plan_kernel(qo_indptr, kv_indptr, items, requests, bs, extra, min_split, BLOCK: tl.constexpr, ITEMS: tl.constexpr):
     # Every program scans all requests itself, which is cheaper than a second launch, and writes its own items.
     request = tl.arange(0, BLOCK)
     real = request < bs
@@ -312,7 +321,7 @@ def tree_attention(
     group = heads // kv_heads
     rows = max_nodes * group
     if tiles is None:
-        tiles = choose_tiles(rows, dim, v_dim, q.dtype, _shared_memory(device))
+        tiles = choose_tiles(rows, dim, v_dim, q.dtype, shared_memory_of(device))
     if plan is None:
         extra = choose_extra_splits(max_nodes, heads, kv_heads, tiles, _processors(device))
         plan = plan_splits(qo_indptr, kv_indptr, extra)
@@ -368,7 +377,7 @@ def tree_attention(
         HAS_WINDOW=sliding_window >= 0,
         HAS_CAP=logit_cap > 0,
         HAS_SINKS=sinks is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION=_precision(q),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -393,7 +402,15 @@ def tree_attention(
 
 
 @triton.jit
-def _soft_max_step(logits, seen, top, weight, acc, v, PRECISION: tl.constexpr):
+def _product(a, b, acc, PRECISION: tl.constexpr):
+    # Triton's interpreter multiplies the bits of a bfloat16, not the number.
+    if PRECISION == "interpreted":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _softmax_step(logits, seen, top, weight, acc, v, PRECISION: tl.constexpr):
     # One step of the running softmax in base 2; a row that has seen nothing yet has top == -inf.
     logits = tl.where(seen, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, axis=1))
@@ -401,15 +418,14 @@ def _soft_max_step(logits, seen, top, weight, acc, v, PRECISION: tl.constexpr):
     p = tl.exp2(logits - base[:, None])
     shrink = tl.exp2(top - base)
     weight = weight * shrink + tl.sum(p, axis=1)
-    acc = acc * shrink[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = _product(p.to(v.dtype), v, acc * shrink[:, None], PRECISION)
     return new_top, weight, acc
 
 
 @triton.jit
 def _logits(q, k, scale, logit_cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
     # In base 2, so that the softmax needs no further factor.
-    logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    logits = _product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), PRECISION) * scale
     if HAS_CAP:
         # tanh(x) = 2 / (1 + e^-2x) - 1
         logits = logit_cap * (2.0 / (1.0 + tl.exp2(logits * (-2.0 * 1.4426950408889634) / logit_cap)) - 1.0)
@@ -472,8 +488,8 @@ def _attention_kernel(
     if request < 0:
         return
     first = tl.load(qo_indptr + request).to(tl.int64)
-    nodes = (tl.load(qo_indptr + request + 1) - first).to(tl.int32)
-    rows = tl.minimum(nodes * GROUP, max_rows)
+    nodes = tl.minimum((tl.load(qo_indptr + request + 1) - first).to(tl.int32), max_rows // GROUP)
+    rows = nodes * GROUP
     if tile * BLOCK_M >= rows:
         return
     begin = tl.load(items + 4 * item + 1)
@@ -513,7 +529,7 @@ def _attention_kernel(
             seen = seen & ((prefix - start - lane)[None, :] + depth[:, None] <= window)
         v_mask = inside[:, None] if DV == BLOCK_DV else inside[:, None] & (dv < DV)[None, :]
         v = tl.load(v_head + (slot * v_cache_stride)[:, None], mask=v_mask, other=0.0).to(q.dtype)
-        top, weight, acc = _soft_max_step(logits, seen, top, weight, acc, v, PRECISION)
+        top, weight, acc = _softmax_step(logits, seen, top, weight, acc, v, PRECISION)
     acc *= v_scale
 
     if end == prefix:
@@ -543,9 +559,10 @@ def _attention_kernel(
             logits = _logits(q, k, scaling, logit_cap, HAS_CAP, PRECISION)
             v_mask = inside[:, None] & (dv < DV)[None, :]
             v = tl.load(v_head + key[:, None] * v_tree_stride, mask=v_mask, other=0.0)
-            top, weight, acc = _soft_max_step(logits, seen, top, weight, acc, v, PRECISION)
+            top, weight, acc = _softmax_step(logits, seen, top, weight, acc, v, PRECISION)
 
-    result = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    weight = tl.where(weight == 0.0, 1.0, weight)
+    result = acc / weight[:, None]
     stored = real[:, None] & (dv < DV)[None, :]
     if slot_out < 0:
         cells = out + (token * out_stride + head * out_head_stride)[:, None] + dv[None, :]
@@ -612,18 +629,19 @@ def _padded(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
+def _precision(q: torch.Tensor) -> str:
+    if q.device.type == "cpu":
+        return "interpreted"
+    return "ieee" if q.dtype == torch.float32 else "tf32"
+
+
 def _slots(bs: int, extra_splits: int) -> int:
     return min(2 * extra_splits, bs + extra_splits)
 
 
+@functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _SHARED_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _check_tensors(

@@ -1,0 +1,21 @@
+"""The target's verify graphs, captured with a tree's mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.speculative.dflash_info import DDTreeVerifyInput
+from sglang_ddtree.flags import config_of
+
+
+class DDTreeVerifyGraphRunner(DecodeCudaGraphRunner):
+    """SGLang's runner with one difference: what it captures is a tree.
+
+    For the DFLASH family SGLang captures a causal verify without a mask. A tree replayed from such a graph would
+    be verified causally and still give fluent text.
+    """
+
+    def get_spec_info(self, num_tokens: int) -> Any:
+        """The verify input that a graph of ``num_tokens`` tokens is captured with."""
+        return DDTreeVerifyInput.create_dummy_input(config_of(self.model_runner.server_args), self.buffers.custom_mask)

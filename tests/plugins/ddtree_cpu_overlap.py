@@ -1,0 +1,19 @@
+"""A test-only SGLang plugin: overlap scheduling on the CPU, with DDTREE_TEST_CPU_OVERLAP=1.
+
+SGLang switches overlap off for speculation on a CPU, where it gains nothing. Its scheduler loop runs there all the
+same, one round behind its own results, so everything but the concurrency of streams can be tested without a GPU:
+lengths and bonus tokens that only the device knows, requests that end while their next round is under way.
+"""
+
+import os
+
+
+def load() -> None:
+    if os.environ.get("DDTREE_TEST_CPU_OVERLAP") != "1":
+        return
+    import torch
+    from sglang_ddtree import requirements
+
+    requirements.can_overlap = lambda fields: True
+    # Streams mean nothing on a CPU, and PyTorch refuses to record one.
+    torch.Tensor.record_stream = lambda tensor, stream: None
