@@ -1,10 +1,11 @@
 ## make serve     a server on whatever device there is, with one answer to look at
 ## make test      the whole CPU suite; TESTS=tests/unit for one folder
 ## make test-gpu  what needs a GPU; skipped with a reason elsewhere
+## make bench     the benchmarks, on a GPU, into BENCH_OUT; BENCH_FLAGS=--smoke tries them out anywhere
 ## make lint      ruff and mypy, changes nothing; make format changes files
 ## make venv      the virtual environment alone
 ## make model     fetch and convert SmolLM2-135M-Instruct
-## Variables: PORT, BUDGET, TOPK_CAP, SERVE_FLAGS, TESTS, PYTHON, VENV
+## Variables: PORT, BUDGET, TOPK_CAP, SERVE_FLAGS, TESTS, BENCH_OUT, BENCH_FLAGS, PYTHON, VENV
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -13,12 +14,14 @@ BUDGET ?= 15
 TOPK_CAP ?= 8
 SERVE_FLAGS ?=
 TESTS ?= tests
+BENCH_OUT ?= results
+BENCH_FLAGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ddtree-installed
 SOURCES := python/sglang_ddtree scripts benchmarks tests python/sglang
 
-.PHONY: help venv model serve test test-gpu lint format clean
+.PHONY: help venv model serve test test-gpu bench lint format clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -43,6 +46,13 @@ test: model
 
 test-gpu: model
 	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+# An interrupted run goes on where it stopped. bench_tree.py times kernels: there is nothing to try without a GPU.
+bench: model
+	$(BIN)/python benchmarks/bench_round.py --out $(BENCH_OUT)/bench_round $(BENCH_FLAGS)
+	$(BIN)/python benchmarks/bench_serving.py --out $(BENCH_OUT)/bench_serving $(BENCH_FLAGS)
+	$(BIN)/python benchmarks/bench_simulated.py --out $(BENCH_OUT)/bench_simulated $(BENCH_FLAGS)
+	$(if $(findstring --smoke,$(BENCH_FLAGS)),,$(BIN)/python benchmarks/bench_tree.py --out $(BENCH_OUT)/bench_tree)
 
 lint: venv
 	$(BIN)/ruff format --check $(SOURCES)

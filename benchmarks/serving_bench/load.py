@@ -34,8 +34,6 @@ class Stream:
     """When each chunk arrived; the first holds the first token, the last the end."""
     tokens: list[int] = field(default_factory=list)
     """Generated tokens so far, per chunk."""
-    rounds: list[int] = field(default_factory=list)
-    """Decode rounds so far, per chunk; the prefill is none."""
     ids: list[int] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
     """SGLang's meta_info of the last chunk."""
@@ -44,9 +42,21 @@ class Stream:
         self.meta = answer["meta_info"]
         self.times.append(at)
         self.tokens.append(self.meta["completion_tokens"])
-        # Without speculation a round is a token; the prefill brings the first one.
-        self.rounds.append(self.meta.get("spec_verify_ct", self.tokens[-1] - 1))
         self.ids = answer.get("output_ids") or self.ids
+
+    @property
+    def num_rounds(self) -> int:
+        """Decode rounds of the whole answer. Without speculation a round is a token; prefill brings the first one."""
+        return self.meta.get("spec_verify_ct", self.tokens[-1] - 1)
+
+    @property
+    def rounds(self) -> list[float]:
+        """Decode rounds so far, per chunk. SGLang counts them in the last chunk alone."""
+        if len(self.times) - 1 == self.num_rounds:
+            return [float(i) for i in range(len(self.times))]
+        # Some chunk holds several rounds: by the answer's own mean of tokens per round.
+        per_token = self.num_rounds / max(1, self.tokens[-1] - 1)
+        return [(count - 1) * per_token for count in self.tokens]
 
     @property
     def ms_per_output_token(self) -> float | None:
@@ -133,7 +143,7 @@ class Window:
     """The part of a run in which every request is decoding."""
 
     seconds: float
-    rounds: int
+    rounds: float
     tokens: int
     """Of one request."""
     ms_per_round: list[float]
@@ -150,12 +160,12 @@ def full_batch_window(streams: Sequence[Stream], block: int) -> Window:
         RequestFailed: the requests were never decoding together for as long as a block.
     """
     begin, end = max(s.times[0] for s in streams), min(s.times[-1] for s in streams)
-    probe = streams[0]
+    probe, counted = streams[0], streams[0].rounds
     inside = [i for i, at in enumerate(probe.times) if begin <= at <= end]
     samples, at = [], 0
     for i in range(1, len(inside)):
         first, last = inside[at], inside[i]
-        rounds = probe.rounds[last] - probe.rounds[first]
+        rounds = counted[last] - counted[first]
         if rounds >= block:
             samples.append(1000.0 * (probe.times[last] - probe.times[first]) / rounds)
             at = i
@@ -166,7 +176,7 @@ def full_batch_window(streams: Sequence[Stream], block: int) -> Window:
     first, last = inside[0], inside[-1]
     return Window(
         seconds=probe.times[last] - probe.times[first],
-        rounds=probe.rounds[last] - probe.rounds[first],
+        rounds=counted[last] - counted[first],
         tokens=probe.tokens[last] - probe.tokens[first],
         ms_per_round=samples,
     )

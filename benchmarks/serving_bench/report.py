@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import importlib.metadata
 import platform
 import shlex
@@ -15,7 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from serving_bench.servers import ROOT, label
+
 SMOKE_LABEL = "SMOKE RUN, NOT A BENCHMARK: a tiny random model, to see that everything runs."
 _PACKAGES = ("sglang-ddtree", "sglang", "sglang-kernel", "flashinfer-python", "torch", "triton")
 
@@ -52,9 +54,12 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def identity(commit_name: str) -> dict[str, str]:
-    """What every kept result depends on."""
-    return {"commit": commit_name, "device": device(), "versions": versions()}
+def identity() -> dict[str, str]:
+    """What every kept result depends on: the device, the packages and this package's own code."""
+    code = hashlib.sha256()
+    for path in sorted((ROOT / "python").rglob("*.py")):
+        code.update(path.read_bytes())
+    return {"device": device(), "versions": versions(), "code": code.hexdigest()[:12]}
 
 
 def command_line() -> str:
@@ -63,10 +68,11 @@ def command_line() -> str:
     return shlex.join(["python", name, *sys.argv[1:]])
 
 
-def conditions(who: dict[str, str]) -> list[str]:
-    """The lines above a table."""
+def conditions(who: dict[str, str], commit_name: str | None) -> list[str]:
+    """The lines above a table; ``commit_name`` stands in where this is no checkout."""
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return [f"{who['device']}; {who['versions']}; commit {who['commit']}; {now}", "", f"    {command_line()}"]
+    made_from = f"commit {commit_name or commit()}, code {who['code']}"
+    return [f"{who['device']}; {who['versions']}; {made_from}; {now}", "", f"    {command_line()}"]
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -92,15 +98,16 @@ class Verdict:
         return self.got <= self.limit if self.at_most else self.got >= self.limit
 
     def __str__(self) -> str:
-        relation = "at most" if self.at_most else "at least"
-        tail = f" ({self.note})" if self.note else ""
-        return f"{'PASS' if self.passed else 'FAIL'}  {self.what}: {self.got:.3f}, target {relation} {self.limit:.3f}{tail}"
+        word, relation = "PASS" if self.passed else "FAIL", "at most" if self.at_most else "at least"
+        note = f" ({self.note})" if self.note else ""
+        return f"{word}  {self.what}: {self.got:.3f}, target {relation} {self.limit:.3f}{note}"
 
 
+Rows = Sequence[dict[str, Any]]
 Column = tuple[str, Callable[[dict[str, Any]], Any]]
 
 
-def markdown_table(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> str:
+def markdown_table(rows: Rows, columns: Sequence[Column]) -> str:
     """A cell that its function cannot make for want of a key stays "-"."""
     lines = ["| " + " | ".join(name for name, _ in columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
@@ -114,7 +121,7 @@ def markdown_table(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) ->
     return "\n".join(lines)
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_csv(path: Path, rows: Rows) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
@@ -125,7 +132,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 Line = tuple[str, Sequence[float], Sequence[float]]
 
 
-def plot_lines(path: Path, title: str, y_name: str, panels: dict[str, list[Line]], *, log_y: bool = False) -> bool:
+def plot_lines(path: Path, title: str, y_name: str, panels: dict[str, list[Line]]) -> bool:
     """One panel per key, a line per mode over the number of requests. False if matplotlib is not installed."""
     try:
         import matplotlib
@@ -139,13 +146,11 @@ def plot_lines(path: Path, title: str, y_name: str, panels: dict[str, list[Line]
         for mode, xs, ys in lines:
             axis.plot(xs, ys, marker="o", label=mode)
         ticks = sorted({x for _, xs, _ in lines for x in xs})
-        axis.set(xscale="log", xlabel="requests", title=name)
+        axis.set(xscale="log", yscale="log", xlabel="requests", title=name)
         axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
-        axis.minorticks_off()
-        if log_y:
-            axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0)
+        axis.xaxis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(y_name)
     axes[0][-1].legend(fontsize=8)
@@ -156,11 +161,12 @@ def plot_lines(path: Path, title: str, y_name: str, panels: dict[str, list[Line]
     return True
 
 
-def settings_table(settings: dict[str, dict[str, Any]], label: Callable[[str], str]) -> str:
+def settings_table(settings: dict[str, dict[str, Any]]) -> str:
     """What each mode's server said about itself."""
     columns: list[Column] = [
         ("server", lambda row: row["mode"]),
-        ("decode graphs", lambda row: row["decode_graphs"]),
+        ("decode graphs, asked for", lambda row: row["decode_graphs"]),
+        ("graphs captured", lambda row: row["captured"]),
         ("overlap", lambda row: row["overlap"]),
         ("attention backend", lambda row: row["backend"]),
         ("verify width", lambda row: row["verify_width"]),
@@ -171,12 +177,75 @@ def settings_table(settings: dict[str, dict[str, Any]], label: Callable[[str], s
     return markdown_table([{"mode": label(mode), **found} for mode, found in settings.items() if found], columns)
 
 
-def write_report(
-    out: Path, *, title: str, notes: Sequence[str], tables: Sequence[str], rows: Sequence[dict[str, Any]]
-) -> str:
-    """Write OUT.csv and OUT.md; returns the Markdown."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_csv(out.with_name(out.name + ".csv"), rows)
-    text = "\n\n".join([f"## {title}", "\n".join(notes), *tables]) + "\n"
-    out.with_name(out.name + ".md").write_text(text)
-    return text
+def ratio(rows: Rows, key: str, over: str, under: str, **where: Any) -> float | None:
+    """``key`` of one mode over that of another in the rows that ``where`` describes, None if either is missing."""
+    here = [row for row in rows if key in row and all(row[name] == value for name, value in where.items())]
+    values = {row["mode"]: row[key] for row in here}
+    return values[over] / values[under] if over in values and under in values else None
+
+
+def lines_of(rows: Rows, key: str) -> dict[str, list[Line]]:
+    """Panels for ``plot_lines``: one per context, a single one where rows name none."""
+    panels: dict[str, list[Line]] = {}
+    for context in dict.fromkeys(row.get("context") for row in rows):
+        here = [row for row in rows if row.get("context") == context and key in row]
+        panels["" if context is None else f"prompts of {context} tokens"] = [
+            (
+                label(mode),
+                [row["requests"] for row in here if row["mode"] == mode],
+                [row[key] for row in here if row["mode"] == mode],
+            )
+            for mode in dict.fromkeys(row["mode"] for row in here)
+        ]
+    return panels
+
+
+def problems(rows: Rows) -> str:
+    """Everything that was not measured, one line per mode and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if "error" in row:
+            point = f"{row['requests']}" + (f" x {row['context']}" if "context" in row else "")
+            found.setdefault((row["mode"], row["error"]), []).append(point)
+    lines = [f"- {label(mode)}, {', '.join(points)} requests: {error}" for (mode, error), points in found.items()]
+    return "\n".join(["Not measured:", "", *lines]) if lines else ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a benchmark shows; ``write`` makes the files."""
+
+    title: str
+    model: str
+    notes: Sequence[str]
+    tables: Sequence[str]
+    rows: Rows
+    settings: dict[str, dict[str, Any]]
+    verdicts: Sequence[Verdict]
+    y_name: str
+    y_key: str
+    smoke: bool
+
+    def markdown(self, head: Sequence[str]) -> str:
+        """``head`` are the conditions' lines."""
+        targets = "\n".join(f"- {verdict}" for verdict in self.verdicts)
+        if self.smoke:
+            targets = "Targets are not judged in a smoke run."
+        notes = [*([SMOKE_LABEL, ""] if self.smoke else []), *head, "", *self.notes]
+        title = self.title + (" (smoke run)" if self.smoke else "")
+        parts = [f"## {title}", "\n".join(notes), *self.tables, targets]
+        parts += [settings_table(self.settings), problems(self.rows)]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def write(self, out: Path, commit_name: str | None) -> None:
+        """Write OUT.csv, OUT.md and, where matplotlib is installed, OUT.png; print the Markdown."""
+        out.parent.mkdir(parents=True, exist_ok=True)
+        kind = "smoke run" if self.smoke else self.title
+        write_csv(out.with_name(out.name + ".csv"), [{**row, "label": kind} for row in self.rows])
+        text = self.markdown(conditions(identity(), commit_name))
+        out.with_name(out.name + ".md").write_text(text)
+        print("\n" + text)
+        title = f"{SMOKE_LABEL if self.smoke else self.title}\n{self.model}; {device()}"
+        panels = {name: lines for name, lines in lines_of(self.rows, self.y_key).items() if lines}
+        if panels and not plot_lines(out.with_name(out.name + ".png"), title, self.y_name, panels):
+            print("No PNG: matplotlib is not installed.")

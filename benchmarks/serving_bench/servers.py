@@ -24,7 +24,7 @@ PLAIN = "plain"
 
 
 def kind_of(mode: str) -> tuple[str, int]:
-    """"plain", "dflash-WIDTH" or "ddtree-BUDGET" in its two parts; 0 stands for "plain" alone.
+    """ "plain", "dflash-WIDTH" or "ddtree-BUDGET" in its two parts; 0 stands for "plain" alone.
 
     Raises:
         ValueError: it is none of them.
@@ -45,6 +45,27 @@ def label(mode: str) -> str:
         "dflash": f"DFLASH, width {number}",
         "ddtree": f"DDTREE, budget {number}",
     }[kind]
+
+
+def select_modes(modes: Sequence[str], only: Sequence[str] | None) -> list[str]:
+    """The modes asked for, less what this machine cannot run.
+
+    Raises:
+        SystemExit: one was asked for that is none, or nothing is left.
+    """
+    try:
+        for mode in only or ():
+            kind_of(mode)
+    except ValueError as error:
+        raise SystemExit(f"--only: {error}") from None
+    chosen = list(only or modes)
+    if not has_gpu():
+        for mode in [mode for mode in chosen if mode.startswith("dflash")]:
+            print(f"{label(mode)}: skipped, SGLang's DFLASH runs on a GPU only", flush=True)
+            chosen.remove(mode)
+    if not chosen:
+        raise SystemExit("no mode is left to measure.")
+    return chosen
 
 
 def mode_flags(mode: str, drafter: Path, topk_cap: int) -> list[str]:
@@ -69,7 +90,7 @@ def common_flags(dtype: str, max_requests: int, backend: str) -> list[str]:
     flags = ["--dtype", dtype, "--max-running-requests", str(max_requests), "--random-seed", "7", "--sleep-on-idle"]
     if has_gpu():
         flags += ["--attention-backend", backend, "--cuda-graph-max-bs", str(max_requests)]
-        # Its kernels take a minute to compile, and nothing here depends on how fast a prompt is read.
+        # Its kernels take a minute to compile, and reading a prompt is the same work in every mode.
         flags += ["--cuda-graph-backend-prefill", "disabled"]
     return flags
 
@@ -80,7 +101,9 @@ class BenchServer(ServerProcess):
     def __init__(self, flags: Sequence[str], log: Path, env: dict[str, str]):
         port = free_port()
         command = [sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port), *flags]
-        values = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", **env)
+        values = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
+        if "PYTHONPATH" in env and "PYTHONPATH" in os.environ:
+            values["PYTHONPATH"] = env["PYTHONPATH"] + os.pathsep + os.environ["PYTHONPATH"]
         super().__init__(command, port, log, env=values)
 
     def get(self, path: str) -> Any:
@@ -108,8 +131,12 @@ def settings_of(info: dict[str, Any]) -> dict[str, Any]:
     """What a server says about itself in /server_info that decides its speed."""
     graphs = (info.get("cuda_graph_config") or {}).get("decode") or {}
     overlap = info.get("disable_overlap_schedule")
+    states = info.get("internal_states") or [{}]
+    seconds = (states[0].get("startup_time") or {}).get("cuda_graph") or {}
     return {
         "decode_graphs": graphs.get("backend", "unknown"),
+        # The backend is what was asked for; seconds were spent only on what was captured.
+        "captured": " ".join(phase for phase, spent in seconds.items() if spent) or "none",
         "overlap": "unknown" if overlap is None else "off" if overlap else "on",
         "backend": info.get("attention_backend"),
         "page_size": info.get("page_size"),
@@ -132,6 +159,10 @@ class Plan:
     """What else a kept result depends on."""
     name: str = ""
     """Of the result's file; the mode if empty."""
+
+    @property
+    def file_name(self) -> str:
+        return self.name or self.mode
 
 
 class Record:
@@ -163,6 +194,17 @@ class Record:
         part.replace(self.path)
 
 
+def record_of(plan: Plan, folder: Path, identity: dict[str, Any]) -> Record:
+    """What is kept of a plan's server.
+
+    Args:
+        folder: of the records.
+        identity: what all results depend on, the device and the code among it.
+    """
+    own = {"flags": plan.flags, "env": plan.env, "conditions": plan.conditions}
+    return Record(folder / f"{plan.file_name}.json", {**identity, **own})
+
+
 Measure = Callable[[BenchServer, Plan, str, Record], Any]
 
 
@@ -174,16 +216,14 @@ def measure_plans(
     Args:
         plans: one per mode.
         folder: of the records and the servers' logs.
-        identity: what all results depend on, the commit and the device among it.
+        identity: as for ``record_of``.
         measure: makes one point; its result is kept as JSON.
         together: servers that start at the same time. None is measured before all of them are up.
     Returns:
         Records by mode, and the error of each mode that could not be measured (its earlier points are kept).
     """
-    records, errors = {}, {}
-    for plan in plans:
-        own = {"flags": plan.flags, "env": plan.env, "conditions": plan.conditions}
-        records[plan.mode] = Record(folder / f"{plan.name or plan.mode}.json", {**identity, **own})
+    records = {plan.mode: record_of(plan, folder, identity) for plan in plans}
+    errors: dict[str, str] = {}
     todo = [plan for plan in plans if any(point not in records[plan.mode].points for point in plan.points)]
     for plan in plans:
         if plan not in todo:
@@ -201,7 +241,7 @@ def _measure_group(
     try:
         for plan in group:
             print(f"{label(plan.mode)}: starting a server", flush=True)
-            servers.append(BenchServer(plan.flags, folder / f"{plan.name or plan.mode}.log", plan.env))
+            servers.append(BenchServer(plan.flags, folder / f"{plan.file_name}.log", plan.env))
         for plan, server in zip(group, servers, strict=True):
             try:
                 took = server.wait_ready(START_TIMEOUT_S)

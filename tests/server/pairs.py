@@ -24,6 +24,12 @@ COMMON = (
 )
 
 
+# The round as a GPU runs it: kernels (interpreted where there is no GPU) and overlap scheduling.
+DEVICE_ROUND = {"SGLANG_DDTREE_DEVICE_ROUND": "1"}
+if not torch.cuda.is_available():
+    DEVICE_ROUND |= {"TRITON_INTERPRET": "1", "DDTREE_TEST_CPU_OVERLAP": "1"}
+
+
 def greedy(target: Path, prompt: list[int], tokens: int) -> list[int]:
     """The target's greedy continuation, with transformers."""
     from transformers import AutoModelForCausalLM
@@ -131,19 +137,15 @@ class Pair:
 
     @property
     def tree(self) -> Server:
-        return self.server("tree", "--speculative-ddtree-budget", "15")
+        return self.server("tree", "--speculative-ddtree-budget", "15", "--enable-metrics")
 
     @property
     def device(self) -> Server:
-        """The round as a GPU runs it: kernels (interpreted where there is no GPU) and overlap scheduling."""
-        env = {"SGLANG_DDTREE_DEVICE_ROUND": "1"}
-        if not torch.cuda.is_available():
-            env |= {"TRITON_INTERPRET": "1", "DDTREE_TEST_CPU_OVERLAP": "1"}
-        return self.server("device", "--speculative-ddtree-budget", "7", env=env)
+        return self.server("device", "--speculative-ddtree-budget", "7", "--enable-metrics", env=DEVICE_ROUND)
 
     @property
     def chain(self) -> Server:
-        return self.server("chain", "--speculative-ddtree-shadow-linear")
+        return self.server("chain", "--speculative-ddtree-shadow-linear", "--enable-metrics")
 
     def expected(self, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
         """Greedy token ids without speculation."""

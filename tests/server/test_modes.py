@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from pairs import BLOCK_SIZE, Pair
+from pairs import BLOCK_SIZE, DEVICE_ROUND, Pair
 from serving import committed_per_round, environment, output_ids
 
 DEPTH = BLOCK_SIZE - 1
@@ -19,7 +19,8 @@ SIDE = [[0, 1, 0, 0, 0, 0, 0], [1, 0, 0, -1, -1, -1, -1], [-1] * DEPTH]
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks(qwen3: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_device", [False, True], ids=["torch", "device"])
+def test_two_ranks(qwen3: Pair, monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
     """Two ranks give the tokens of one, and agree with each other on sampled requests (sglang #33614).
 
     Ranks that disagreed would commit different lengths and hang or fail at the next collective.
@@ -28,12 +29,15 @@ def test_two_ranks(qwen3: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     # SGLang binds each CPU rank's threads; without this it wants a NUMA node per rank.
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-    server = qwen3.server("tp2", "--speculative-ddtree-budget", "15", "--tp-size", "2")
+    # Interpreted kernels take their time: a smaller tree and fewer sampled requests.
+    budget, sampled = ("7", 1) if on_device else ("15", 4)
+    flags = ("--speculative-ddtree-budget", budget, "--tp-size", "2")
+    server = qwen3.server("tp2", *flags, env=DEVICE_ROUND if on_device else None)
     for content in ({"ranks": SIDE}, {}):
         qwen3.script(**content)
         assert output_ids(server.generate(PROMPTS, **LENGTH)) == expected
     qwen3.script(ranks=[[0] * DEPTH])
-    answers = server.generate(PROMPTS * 4, temperature=1.0, top_p=0.9, **LENGTH)
+    answers = server.generate(PROMPTS * sampled, temperature=1.0, top_p=0.9, **LENGTH)
     assert all(len(ids) == 41 for ids in output_ids(answers))
     server.assert_pool_empty()
     qwen3.stop("tp2")

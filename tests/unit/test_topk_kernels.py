@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = [] if INTERPRETED else [pytest.mark.gpu]
 
-k = load("ddtree_topk_kernels", "python/sglang/srt/speculative/ddtree_topk_kernels.py")
+FOLDER = "python/sglang/srt/speculative"
+k = load("ddtree_topk_kernels", f"{FOLDER}/ddtree_topk_kernels.py")
+
+
+def load_draft_tail():
+    """The draft tail with these modules loaded by path, which stay out of SGLang's own package."""
+    reference = load("ddtree_topk", f"{FOLDER}/ddtree_topk.py")
+    # Imported when the module runs, and when it is first called.
+    sys.modules["sglang.srt.speculative.ddtree_topk"] = reference
+    sys.modules["sglang.srt.speculative.ddtree_topk_kernels"] = k
+    return load("ddtree_draft_tail", f"{FOLDER}/ddtree_draft_tail.py")
 
 
 def draw(rows, vocabulary, dtype, seed=0, scale=4.0):
@@ -126,6 +137,71 @@ def test_rows_of_a_wider_matrix(rows):
     ids, logprobs, _ = topk_of(wide.to(DEVICE)[:, :600], 4)
     assert torch.equal(ids, expected(wide[:, :600], 4)[0])
     assert topk_of(wide[:0], 4)[0].shape == (0, 4)
+
+
+def make_head(weight, start=0):
+    shard = SimpleNamespace(num_org_elements=weight.shape[0] - 2, org_vocab_start_index=start, num_added_elements=0)
+    return SimpleNamespace(weight=weight.to(DEVICE), shard_indices=shard)
+
+
+class Group:
+    """A tensor-parallel group of which every rank is asked in turn: first what it gives, then what it makes of all."""
+
+    def __init__(self, world_size):
+        self.world_size, self.parts = world_size, []
+
+    def all_gather(self, part, dim):
+        assert dim == 0 and part.is_contiguous()
+        if len(self.parts) < self.world_size:
+            self.parts.append(part.clone())
+        return torch.cat((self.parts + [part] * self.world_size)[: self.world_size])
+
+
+if INTERPRETED or torch.cuda.is_available():
+    tail = load_draft_tail()
+
+    @pytest.mark.parametrize("sizes", [pytest.param(x, marks=on_device) for x in ((301,), (200, 101), (3, 150, 148))])
+    def test_the_draft_tail_of_every_rank(sizes):
+        """Head, candidates and buffers; two rows of padding at the end of each shard would win if they counted."""
+        block_size, topk, bs, hidden = 5, 8, 3, 16
+        generator = torch.Generator().manual_seed(len(sizes))
+        states = torch.randn(bs * block_size, hidden, generator=generator).to(DEVICE)
+        weight = torch.randn(sum(sizes), hidden, generator=generator)
+        bounds = [sum(sizes[:i]) for i in range(len(sizes))]
+        heads = [
+            make_head(torch.cat([weight[a : a + size], 100 * weight[:2]]), a)
+            for a, size in zip(bounds, sizes, strict=True)
+        ]
+        group = Group(len(sizes))
+        for _ in range(2):  # what all ranks give is known the second time
+            tails = [
+                tail.DraftTail(
+                    lm_head=head, block_size=block_size, topk=topk, max_bs=bs + 1, tp_group=group, device=DEVICE
+                )
+                for head in heads
+            ]
+            for one in tails:
+                one(states)
+        drafted = states.view(bs, block_size, hidden)[:, 1:].cpu()
+        exact_ids, exact = expected((drafted.reshape(-1, hidden) @ weight.T), topk)
+        for one in tails:
+            assert torch.equal(one.ids[:bs].cpu().view(-1, topk), exact_ids)
+            torch.testing.assert_close(one.logprobs[:bs].cpu().view(-1, topk).double(), exact, rtol=0, atol=2e-5)
+            assert torch.equal(one.logprobs, tails[0].logprobs)
+            assert bool(torch.isneginf(one.logprobs[bs:]).all()) and not bool(one.ids[bs:].any())
+
+    @pytest.mark.parametrize("ranks", [pytest.param(2, marks=on_device)])
+    def test_packed_ranks_are_unpacked_bit_for_bit(ranks):
+        values = draw(ranks * 3, 4, torch.float32).view(ranks, 3, 4)
+        values[0, 0, 0] = -math.inf
+        ids = torch.tensor([-1, 0, 5, 2**31 - 1]).repeat(ranks, 3, 1)
+        lse = draw(ranks, 3, torch.float32)
+        lse[0, 0] = math.nan
+        packed = torch.stack([tail.pack(*part) for part in zip(values, ids, lse, strict=True)])
+        for got, sent in zip(tail.unpack(packed), (values, ids, lse), strict=True):
+            assert got.dtype == sent.dtype and got.is_contiguous()
+            raw = torch.int32 if sent.dtype == torch.float32 else torch.int64
+            assert torch.equal(got.view(raw), sent.view(raw))
 
 
 def test_refuses():

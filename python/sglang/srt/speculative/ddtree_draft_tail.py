@@ -56,11 +56,8 @@ def device_topk_logprobs(
         logprobs, ids, _ = merge_chunks(*parts, k, normalise=True)
         return ids, logprobs
     packed = pack(*merge_chunks(*parts, k, normalise=False))
-    gathered = torch.empty(
-        (tp_group.world_size * packed.shape[0], packed.shape[1]), dtype=torch.int32, device=hidden.device
-    )
-    tp_group.all_gather_into_tensor(gathered, packed)
-    logprobs, ids, _ = merge_chunks(*unpack(gathered.view(tp_group.world_size, *packed.shape)), k, normalise=True)
+    gathered = tp_group.all_gather(packed, dim=0).view(tp_group.world_size, *packed.shape)
+    logprobs, ids, _ = merge_chunks(*unpack(gathered), k, normalise=True)
     return ids, logprobs
 
 
