@@ -14,7 +14,8 @@ from serving import output_ids
 
 DEPTH = BLOCK_SIZE - 1
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"0123456789 " * 12)]
-LENGTH = dict(max_new_tokens=41, ignore_eos=True)
+# Short answers: without a GPU the kernels are interpreted.
+LENGTH = dict(max_new_tokens=25, ignore_eos=True)
 
 
 def histogram(answer: dict) -> dict[int, int]:
@@ -31,10 +32,10 @@ def test_the_round_is_the_devices(qwen3: Pair) -> None:
 @pytest.mark.parametrize(
     "ranks, rounds",
     [
-        ([[0] * DEPTH], {DEPTH: 5}),
-        ([[-1] * DEPTH], {0: 40}),
-        ([[0, 1, 0, -1, -1, -1, -1], [-1] * DEPTH], {0: 8, 3: 8}),
-        ([[1, 0, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1, -1]], {3: 10}),
+        ([[0] * DEPTH], {DEPTH: 3}),
+        ([[-1] * DEPTH], {0: 24}),
+        ([[0, 1, 0, -1, -1, -1, -1], [-1] * DEPTH], {0: 4, 3: 5}),
+        ([[1, 0, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1, -1]], {3: 6}),
     ],
     ids=["chain", "nothing", "a side branch, then nothing", "two side branches in turn"],
 )
@@ -56,7 +57,7 @@ def test_requests_come_and_go(qwen3: Pair) -> None:
     A round that was launched before its request's end was known must not disturb its neighbours.
     """
     prompts = [list(b"request %d " % i * (1 + i % 3)) for i in range(6)]
-    lengths = [3, 40, 9, 24, 1, 17]
+    lengths = [3, 20, 9, 14, 1, 17]
     expected = [
         qwen3.expected([prompt], max_new_tokens=length, ignore_eos=True)[0]
         for prompt, length in zip(prompts, lengths, strict=True)
@@ -69,7 +70,7 @@ def test_requests_come_and_go(qwen3: Pair) -> None:
         answers[index] = qwen3.device.generate([prompts[index]], **sampling)[0]["output_ids"]
 
     def ask_sampled() -> None:
-        answers[-1] = qwen3.device.generate([prompts[0]], max_new_tokens=30, ignore_eos=True, temperature=1.0)[0][
+        answers[-1] = qwen3.device.generate([prompts[0]], max_new_tokens=15, ignore_eos=True, temperature=1.0)[0][
             "output_ids"
         ]
 
@@ -80,7 +81,7 @@ def test_requests_come_and_go(qwen3: Pair) -> None:
     for thread in threads:
         thread.join()
     assert [answers[i] for i in range(len(prompts))] == expected
-    assert len(answers[-1]) == 30
+    assert len(answers[-1]) == 15
     qwen3.device.assert_pool_empty()
 
 

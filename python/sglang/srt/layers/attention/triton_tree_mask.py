@@ -13,11 +13,11 @@ A small batch with a long context must still fill the GPU, so the prefix is spli
 merged by their log-sum-exp. Lengths are known on the device only. So the host gives a number of programs that
 follows from shapes, and `plan_splits` deals the prefixes out to them on the device. With E extra splits,
 
-    longest part L = max(min_split, ceil(sum of lengths / E)),    request b gets s_b = max(1, ceil(length_b / L)).
+    usual part L = max(min_split, ceil(sum of lengths / E)),    request b gets s_b = max(1, round(length_b / L)).
 
-Hence sum s_b <= bs + E, and requests with more than one part have at most 2 E parts together: only these pass
-through scratch memory, whose size therefore depends neither on the context nor on the batch. Parts have a fixed
-order, so two runs give the same bits.
+Hence sum s_b <= bs + E. Where s_b > 1, s_b <= 4/3 length_b / L, so these requests have at most 4/3 E parts together;
+only they pass through scratch memory, whose size therefore depends neither on the context nor on the batch. Parts have
+a fixed order, so two runs give the same bits.
 
 Nothing here waits for the device, and every launch follows from shapes alone: all functions may be captured in a
 CUDA graph once they have run (a first call compiles).
@@ -46,6 +46,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # What a program may use where no GPU tells: that of an H100.
 _SHARED_MEMORY = 227 << 10
 _MERGE_TILE = 16
+_MERGE_PROGRAMS = 8192
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def allocate_plan(bs: int, extra_splits: int, device: torch.device | str) -> Spl
 
 
 def scratch_numel(bs: int, extra_splits: int, max_nodes: int, heads: int, v_head_dim: int) -> int:
-    """Floats of scratch memory that `tree_attention` needs; it does not grow once bs >= E."""
+    """Floats of scratch memory that `tree_attention` needs; it does not grow once bs >= E / 3."""
     return _slots(bs, extra_splits) * max_nodes * heads * (v_head_dim + 1)
 
 
@@ -169,7 +170,7 @@ def plan_splits(
         qo_indptr: int32 or int64 [bs + 1], contiguous; a request without tokens gets no part.
         kv_indptr: int32 or int64 [bs + 1], contiguous.
         extra_splits: E, at least 0; 0: no prefix is split, and a request's result does not depend on others'.
-        min_split: keys, no shorter part is made of a longer prefix.
+        min_split: keys, the least L; a part may be a quarter shorter.
         out: buffers of exactly this batch (see `allocate_plan` and `SplitPlan.head`), overwritten and returned.
 
     Raises:
@@ -194,7 +195,7 @@ def plan_splits(
             bs,
             extra_splits,
             min_split,
-            BLOCK=triton.next_power_of_2(bs),
+            BLOCK=max(16, triton.next_power_of_2(bs)),
             ITEMS=16,
         )
     return out
@@ -209,10 +210,10 @@ def _plan_kernel(qo_indptr, kv_indptr, items, requests, bs, extra, min_split, BL
     nodes = tl.load(qo_indptr + request + 1, mask=real, other=0) - tl.load(qo_indptr + request, mask=real, other=0)
     length = tl.where(nodes > 0, length, 0).to(tl.int32)
     total = tl.sum(length, axis=0)
-    longest = tl.where(extra > 0, tl.cdiv(total, tl.maximum(extra, 1)), total)
-    longest = tl.maximum(longest, min_split)
+    usual = tl.maximum(tl.cdiv(total, tl.maximum(extra, 1)), min_split)
+    # Rounded, not up: a batch of equal requests would else be cut in two for being a little longer than a part.
+    splits = tl.where(extra > 0, tl.maximum((2 * length + usual) // (2 * usual), 1), 1)
     # Equal parts of whole words, which may leave fewer of them.
-    splits = tl.maximum(tl.cdiv(length, longest), 1)
     size = tl.maximum(tl.cdiv(tl.cdiv(length, splits), 64) * 64, 64)
     splits = tl.where(real, tl.maximum(tl.cdiv(length, size), 1), 0)
     end = tl.cumsum(splits, axis=0)
@@ -383,7 +384,7 @@ def tree_attention(
     )
     if plan.extra_splits:
         # Few rows per program while they are few, so that a single request's merge is spread over the device.
-        per_program = min(_MERGE_TILE, triton.next_power_of_2(triton.cdiv(bs * kv_heads * rows, 8192)))
+        per_program = min(_MERGE_TILE, triton.next_power_of_2(triton.cdiv(bs * kv_heads * rows, _MERGE_PROGRAMS)))
         _merge_kernel[(triton.cdiv(rows, per_program), kv_heads, bs)](
             partial,
             lse,
@@ -425,11 +426,12 @@ def _softmax_step(logits, seen, top, weight, acc, v, PRECISION: tl.constexpr):
 @triton.jit
 def _logits(q, k, scale, logit_cap, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr):
     # In base 2, so that the softmax needs no further factor.
-    logits = _product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), PRECISION) * scale
+    logits = _product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), PRECISION)
     if HAS_CAP:
         # tanh(x) = 2 / (1 + e^-2x) - 1
-        logits = logit_cap * (2.0 / (1.0 + tl.exp2(logits * (-2.0 * 1.4426950408889634) / logit_cap)) - 1.0)
-    return logits * 1.4426950408889634
+        power = tl.exp2(logits * (scale * (-2.0 * 1.4426950408889634) / logit_cap))
+        return (2.0 / (1.0 + power) - 1.0) * (logit_cap * 1.4426950408889634)
+    return logits * (scale * 1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["words", "max_rows", "window"])
@@ -541,8 +543,8 @@ def _attention_kernel(
             weight = weight * shrink + tl.exp2(sink - new_top)
             acc = acc * shrink[:, None]
             top = new_top
-        k_head = k_tree + first * k_tree_stride + kv_head * k_tree_head_stride + d[None, :]
-        v_head = v_tree + first * v_tree_stride + kv_head * v_tree_head_stride + dv[None, :]
+        k_own = k_tree + first * k_tree_stride + kv_head * k_tree_head_stride + d[None, :]
+        v_own = v_tree + first * v_tree_stride + kv_head * v_tree_head_stride + dv[None, :]
         # A step never crosses a word.
         tl.static_assert(64 % BLOCK_N == 0)
         for start in tl.range(0, nodes, BLOCK_N, num_stages=1):
@@ -555,10 +557,10 @@ def _attention_kernel(
                 key_depth = tl.load(depths + first + key, mask=inside, other=0).to(tl.int32)
                 seen = seen & (depth[:, None] - key_depth[None, :] <= window)
             k_mask = inside[:, None] & (d < D)[None, :]
-            k = tl.load(k_head + key[:, None] * k_tree_stride, mask=k_mask, other=0.0)
+            k = tl.load(k_own + key[:, None] * k_tree_stride, mask=k_mask, other=0.0)
             logits = _logits(q, k, scaling, logit_cap, HAS_CAP, PRECISION)
             v_mask = inside[:, None] & (dv < DV)[None, :]
-            v = tl.load(v_head + key[:, None] * v_tree_stride, mask=v_mask, other=0.0)
+            v = tl.load(v_own + key[:, None] * v_tree_stride, mask=v_mask, other=0.0)
             top, weight, acc = _softmax_step(logits, seen, top, weight, acc, v, PRECISION)
 
     weight = tl.where(weight == 0.0, 1.0, weight)
@@ -636,7 +638,7 @@ def _precision(q: torch.Tensor) -> str:
 
 
 def _slots(bs: int, extra_splits: int) -> int:
-    return min(2 * extra_splits, bs + extra_splits)
+    return min(4 * extra_splits // 3, bs + extra_splits)
 
 
 @functools.cache
