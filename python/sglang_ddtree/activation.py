@@ -1,16 +1,22 @@
 """Everything DDTREE changes in SGLang, done only when DDTREE is what the server runs.
 
-Called in the scheduler process when the worker class is asked for: after the target is loaded, before any
-memory pool, attention backend or graph exists.
+Nearly all of it in the scheduler process, when the worker class is asked for: after the target is loaded, before any
+memory pool, attention backend or graph exists. The process that answers HTTP, where the arguments are parsed, adds
+the round statistics to the answers.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from sglang_ddtree import overlay, requirements
 from sglang_ddtree.flags import ALGORITHM, config_of
 
+logger = logging.getLogger(__name__)
+
 _active = False
+_answering = False
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 
 
 def _serves_ddtree(server_args: Any) -> bool:
@@ -70,12 +76,47 @@ def _image_inputs_hook(original: Callable[..., None], req: Any, image_inputs: An
     req.set_finish_with_abort(message("multimodal inputs"))
 
 
+def _resolve_tokens_hook(original: Callable[..., Any], self: Any, result: Any, batch: Any) -> Any:
+    """A round's tokens have reached the host: count the round."""
+    from sglang_ddtree.metrics import count_rounds
+
+    tokens = original(self, result, batch)
+    count_rounds(self, result, batch)
+    return tokens
+
+
+def _init_info_hook(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
+    """What the scheduler says about itself when it is ready, which ``/server_info`` shows."""
+    info = original(self)
+    if _serves_ddtree(self.server_args):
+        info["ddtree"] = requirements.describe(config_of(self.server_args), self.model_config)
+    return info
+
+
+def _spec_metrics_hook(
+    original: Callable[..., None], self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int
+) -> None:
+    """``meta_info`` of a finished request: the round statistics, and a rate with a tree's denominator."""
+    original(self, meta_info, recv_obj, i)
+    if _serves_ddtree(self.server_args):
+        from sglang_ddtree.round_stats import complete_meta_info
+
+        complete_meta_info(config_of(self.server_args), meta_info)
+
+
 _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode": _alloc_len_hook,
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": _row_headroom_hook,
     "sglang.srt.speculative.dflash_utils.validate_dflash_request": _validate_request_hook,
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": _dummy_verify_input_hook,
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": _image_inputs_hook,
+    "sglang.srt.managers.scheduler.Scheduler.get_init_info": _init_info_hook,
+    f"{_RESULTS}.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": _resolve_tokens_hook,
+}
+
+# In the process that parses the arguments and answers HTTP.
+_ANSWER_HOOKS: dict[str, Callable[..., Any]] = {
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": _spec_metrics_hook,
 }
 
 
@@ -91,17 +132,70 @@ def _use_torch_tree_mask() -> None:
         draft_worker_common._SUPPORTED_DRAFT_BACKENDS = (*supported, "torch_native")
 
 
+def _use_triton_tree_mask() -> None:
+    """Serve ``triton`` with the backend that reads ancestor bits; for prefill and for the drafter it is its parent."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.layers.attention.triton_tree_backend import TritonTreeMaskAttnBackend
+
+    logger.info("DDTREE: the attention backend triton verifies trees by ancestor bits, without a dense mask.")
+    ATTENTION_BACKENDS["triton"] = TritonTreeMaskAttnBackend
+    TritonTreeMaskAttnBackend.tree_for_chains = requirements.is_sm120()
+
+
+class _AcceptRateSpec:
+    """SGLang's speculative arguments with the width that the accept rate is divided by: one node per depth."""
+
+    def __init__(self, spec: Any, max_depth: int):
+        self._spec = spec
+        self.speculative_num_draft_tokens = max_depth + 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec, name)
+
+
+def _divide_accept_rate_by_depth() -> None:
+    """Let the log, ``/v1/loads`` and Prometheus divide accepted drafts by what a round can accept.
+
+    SGLang's reporter divides by the drafted nodes, of which a path can hold but one per depth. It asks for the
+    arguments nowhere else, so that only its own name for them is replaced.
+    """
+    from sglang.srt.managers.scheduler_components import metrics_reporter
+    from sglang.srt.runtime_context import get_server_args
+
+    original = metrics_reporter.get_spec
+
+    def get_spec() -> Any:
+        return _AcceptRateSpec(original(), config_of(get_server_args()).max_depth)
+
+    metrics_reporter.get_spec = get_spec
+
+
+def _apply(hooks: dict[str, Callable[..., Any]]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+def activate_answers() -> None:
+    """Hook the process that answers HTTP. Idempotent."""
+    global _answering
+    if not _answering:
+        _apply(_ANSWER_HOOKS)
+        _answering = True
+
+
 def activate() -> None:
     """Lay the overlay, hook SGLang, and on the CPU put the tree attention in place. Idempotent."""
     global _active
     if _active:
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     overlay.lay()
-    for target, hook in _HOOKS.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
-    HookRegistry.apply_hooks()
+    _apply(_HOOKS)
+    _divide_accept_rate_by_depth()
     if not requirements.has_gpu():
         _use_torch_tree_mask()
+    if requirements.uses_tree_attention():
+        _use_triton_tree_mask()
     _active = True

@@ -71,7 +71,10 @@ class DDTreeAlgorithm(CustomSpecAlgo):
             logger.warning("DDTREE: mixed chunked prefill is switched off.")
         _resolve_graphs_and_overlap(server_args)
         if config.shadow_linear:
-            logger.info("DDTREE: shadow-linear mode is enabled: the chain is served, no tree is verified.")
+            logger.info(
+                "DDTREE: shadow-linear mode is enabled: the chain is served, trees of budget %d are only counted.",
+                config.budget,
+            )
         logger.info(
             "DDTREE: block size %d, verify width %d, %d candidates per position, at most %d drafts per round.",
             config.block_size,

@@ -39,7 +39,7 @@ class DDTreeConfig:
     topk_cap: int = 8
     """Candidates kept per block position, at most ``budget`` of them are used."""
     shadow_linear: bool = False
-    """Serve with a chain (DFLASH's linear verify) instead of the tree."""
+    """Serve with a chain (DFLASH's linear verify) and count what the tree would have gained."""
     allow_hybrid_unsafe: bool = False
     """Let a hybrid target run tree verify although its state forking is not proven exact."""
     block_size: int | None = None
@@ -47,8 +47,8 @@ class DDTreeConfig:
 
     @property
     def topk(self) -> int:
-        """Candidates per position K = min(cap, budget); a chain needs one."""
-        return 1 if self.shadow_linear else min(self.topk_cap, self.budget)
+        """Candidates per position K = min(cap, budget)."""
+        return min(self.topk_cap, self.budget)
 
     @property
     def tree_budget(self) -> int:
@@ -151,7 +151,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         flag_name("shadow_linear"),
         action="store_true",
         default=None,
-        help="DDTREE: verify DFLASH's chain instead of the tree. Safe on every target.",
+        help="DDTREE: verify DFLASH's chain instead of the tree, and report what the tree would have gained. Safe on "
+        "every target.",
     )
     group.add_argument(
         flag_name("allow_hybrid_unsafe"),
@@ -216,6 +217,10 @@ def _init_hook(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
             f"{bound.get('speculative_algorithm')!r}. Add the algorithm or drop the flag."
         )
     original(self, *args, **kwargs)
+    if getattr(self, "_ddtree_config", None) is not None:
+        from sglang_ddtree import activation
+
+        activation.activate_answers()
 
 
 def _from_cli_args_hook(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:

@@ -25,6 +25,19 @@ def has_gpu() -> bool:
     return torch.cuda.is_available() and torch.version.hip is None
 
 
+def is_sm120(gpu_id: int = 0) -> bool:
+    """Whether this is a Blackwell workstation GPU (compute capability 12.x)."""
+    import torch
+
+    cuda = torch.cuda.is_available() and torch.version.hip is None
+    return cuda and torch.cuda.get_device_capability(gpu_id)[0] == 12
+
+
+def uses_tree_attention() -> bool:
+    """Whether ``triton`` is our own ancestor-mask attention: on SM120, and wherever rounds stay on the device."""
+    return device_round() or is_sm120()
+
+
 def on_cpu(fields: dict[str, Any]) -> bool:
     """Whether the server will run on the CPU: asked for, or nothing else is there."""
     device = _device_type(fields)
@@ -48,6 +61,13 @@ def backends_for(fields: dict[str, Any]) -> tuple[str, ...]:
 def defaults_for(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields that SGLang would resolve to something DDTREE cannot use, set beforehand."""
     chosen: dict[str, Any] = {}
+    if _forces_triton(fields):
+        logger.info(
+            "DDTREE: --attention-backend triton is forced on this GPU (SM120): FlashInfer's JIT needs CUDA 12.9 or "
+            "newer there."
+        )
+        chosen.update({name: "triton" for name in _BACKEND_FLAGS})
+        return chosen
     # What SGLang would pick for a phase that is left open may not know trees.
     if fields.get("attention_backend") is None and any(fields.get(name) is None for name in _PHASE_BACKENDS):
         chosen["attention_backend"] = backends_for(fields)[0]
@@ -59,6 +79,10 @@ def defaults_for(fields: dict[str, Any]) -> dict[str, Any]:
         if fields.get("page_size") is None:
             chosen["page_size"] = 1
     return chosen
+
+
+def _forces_triton(fields: dict[str, Any]) -> bool:
+    return not on_cpu(fields) and is_sm120(int(fields.get("base_gpu_id") or 0))
 
 
 # Flags that are refused whatever their value is, when it is set: field, reason, remedy.
@@ -87,6 +111,11 @@ _NEVER = (
         "Drop the flag",
     ),
     ("enable_linear_replayssm_spec", "its kernel replays a chain", "Drop the flag"),
+    (
+        "enable_deterministic_inference",
+        "the target's numbers depend on how many nodes and requests are verified together",
+        "Drop the flag",
+    ),
     *(
         (
             name,
@@ -150,7 +179,7 @@ def check_fields(fields: dict[str, Any]) -> None:
         if get(field) is not None and get(field) != served:
             _refuse(field, get(field), reason, remedy)
     allowed = backends_for(fields)
-    for field in _BACKEND_FLAGS:
+    for field in () if _forces_triton(fields) else _BACKEND_FLAGS:
         if get(field) is not None and get(field) not in allowed:
             _refuse(
                 field,
@@ -219,6 +248,24 @@ def recurrent_layer_type(model_config: Any) -> str | None:
         if found is not None:
             return name
     return None
+
+
+def describe(config: DDTreeConfig, target: Any) -> dict[str, Any]:
+    """What ``/server_info`` shows of a DDTREE server; ``target`` is SGLang's ``ModelConfig``.
+
+    ``exact`` is False only where an unsafe flag lets a tree run over recurrent layers.
+    """
+    unsafe = config.allow_hybrid_unsafe and not config.shadow_linear and recurrent_layer_type(target) is not None
+    return {
+        "budget": config.budget,
+        "topk_cap": config.topk_cap,
+        "block_size": config.block_size,
+        "verify_width": config.verify_width,
+        "max_depth": config.max_depth,
+        "shadow_linear": config.shadow_linear,
+        "allow_hybrid_unsafe": config.allow_hybrid_unsafe,
+        "exact": not unsafe,
+    }
 
 
 def load_draft_config(server_args: Any) -> Any:

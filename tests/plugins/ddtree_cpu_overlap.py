@@ -15,5 +15,8 @@ def load() -> None:
     from sglang_ddtree import requirements
 
     requirements.can_overlap = lambda fields: True
+    # With TRITON_INTERPRET=1 SGLang's Triton kernels run on a CPU as well, slowly.
+    requirements.CPU_BACKENDS = (*requirements.CPU_BACKENDS, "triton")
+    requirements._check_device = lambda fields: None
     # Streams mean nothing on a CPU, and PyTorch refuses to record one.
     torch.Tensor.record_stream = lambda tensor, stream: None

@@ -7,6 +7,7 @@ named by DDTREE_TEST_SCRIPT changes:
 - ``{}``: the real drafter's candidates.
 - ``{"ranks": [[0, 1, ...], ...]}``: one list per round, used in turn by each request. Its entry at index d - 1 is
   the rank at which the target's own greedy token stands at block position d; -1: it is no candidate there.
+  With ``"spread": s`` at least the s first ranks of every position are equally likely, which makes a tree wide.
 - ``{"fixed": [[token, ...], ...], "logprobs": [...]}``: these candidates at each position, whatever the target says.
 
 The target's continuation comes from transformers on the same checkpoint (DDTREE_TEST_TARGET).
@@ -71,7 +72,7 @@ class Script:
                 row = list(range(width))
             # The ranks down to the chosen one are equally likely, the rest is far behind: so the tree holds
             # the path through that rank whatever its shape.
-            upto = max(rank, 0)
+            upto = max(rank, self.content.get("spread", 1) - 1)
             share = float(-torch.log(torch.tensor(float(upto + 1))))
             if 0 <= rank < width:
                 row[rank] = truth

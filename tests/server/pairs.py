@@ -141,7 +141,8 @@ class Pair:
 
     @property
     def device(self) -> Server:
-        return self.server("device", "--speculative-ddtree-budget", "7", "--enable-metrics", env=DEVICE_ROUND)
+        flags = ("--attention-backend", "triton", "--page-size", "16", "--enable-metrics")
+        return self.server("device", "--speculative-ddtree-budget", "7", *flags, env=DEVICE_ROUND)
 
     @property
     def chain(self) -> Server:

@@ -1,21 +1,20 @@
-"""The round that stays on the device, in whole: kernels between the forwards, and overlap scheduling.
+"""The round that stays on the device, in whole: ancestor-mask attention, kernels between the forwards, overlap, pages.
 
-Without a GPU Triton interprets the kernels and a test plugin lets the scheduler run ahead on the CPU, so that all but
-the concurrency of streams is the same.
+Without a GPU Triton interprets all of it, SGLang's own kernels too, and a test plugin lets the scheduler run ahead on
+the CPU: all but CUDA graphs and the concurrency of streams is the same.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
-from pairs import BLOCK_SIZE, CONTEXT, Pair
+from pairs import BLOCK_SIZE, CONTEXT, DEVICE_ROUND, Pair
 from serving import output_ids
 
 DEPTH = BLOCK_SIZE - 1
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"0123456789 " * 12)]
-# Short answers: without a GPU the kernels are interpreted.
-LENGTH = dict(max_new_tokens=25, ignore_eos=True)
 
 
 def histogram(answer: dict) -> dict[int, int]:
@@ -24,25 +23,28 @@ def histogram(answer: dict) -> dict[int, int]:
 
 
 def test_the_round_is_the_devices(qwen3: Pair) -> None:
-    log = qwen3.device.log.read_text()
-    assert "overlap scheduling is switched off" not in log
-    assert "disable_overlap_schedule=False" in log
+    assert "ancestor bits" in qwen3.device.log.read_text()
+    info = json.loads(qwen3.device.get("/server_info"))
+    assert info["disable_overlap_schedule"] is False
+    assert (info["attention_backend"], info["page_size"]) == ("triton", 16)
 
 
+# Short answers: without a GPU the kernels are interpreted. The first token comes from prefill.
 @pytest.mark.parametrize(
-    "ranks, rounds",
+    "ranks, tokens, rounds",
     [
-        ([[0] * DEPTH], {DEPTH: 3}),
-        ([[-1] * DEPTH], {0: 24}),
-        ([[0, 1, 0, -1, -1, -1, -1], [-1] * DEPTH], {0: 4, 3: 5}),
-        ([[1, 0, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1, -1]], {3: 6}),
+        ([[0] * DEPTH], 17, {DEPTH: 2}),
+        ([[-1] * DEPTH], 9, {0: 8}),
+        ([[0, 1, 0, -1, -1, -1, -1], [-1] * DEPTH], 15, {0: 2, 3: 3}),
+        ([[1, 0, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1, -1]], 17, {3: 4}),
     ],
     ids=["chain", "nothing", "a side branch, then nothing", "two side branches in turn"],
 )
-def test_scripted_paths(qwen3: Pair, ranks: list[list[int]], rounds: dict[int, int]) -> None:
-    expected = qwen3.expected(PROMPTS, **LENGTH)
+def test_scripted_paths(qwen3: Pair, ranks: list[list[int]], tokens: int, rounds: dict[int, int]) -> None:
+    length = dict(max_new_tokens=tokens, ignore_eos=True)
+    expected = qwen3.expected(PROMPTS, **length)
     qwen3.script(ranks=ranks)
-    answers = qwen3.device.generate(PROMPTS, **LENGTH)
+    answers = qwen3.device.generate(PROMPTS, **length)
     assert output_ids(answers) == expected
     assert [histogram(answer) for answer in answers] == [rounds] * len(PROMPTS)
     qwen3.device.assert_pool_empty()
@@ -95,3 +97,23 @@ def test_ends_within_an_accepted_run(qwen3: Pair) -> None:
     assert output_ids(answers) == expected
     assert len(answers[0]["output_ids"]) == qwen3.eos_at + 1
     qwen3.device.assert_pool_empty()
+
+
+def test_retraction_of_large_pages(qwen3: Pair) -> None:
+    """More requests than the pool holds, whole pages of 64 slots, and prompts prefilled in pieces."""
+    # A page each at first, two reserved, three at the end: four requests outgrow ten pages.
+    prompts = [list(b"%d: " % i * 14) for i in range(4)]
+    params = dict(max_new_tokens=88, ignore_eos=True)
+    expected = qwen3.expected(prompts, **params)
+    qwen3.script(ranks=[[0] * DEPTH, [1, 0, -1, -1, -1, -1, -1]])
+    server = qwen3.server(
+        "device-tiny",
+        *("--speculative-ddtree-budget", "3", "--attention-backend", "triton", "--page-size", "64"),
+        *("--max-total-tokens", "640", "--schedule-conservativeness", "0.1", "--chunked-prefill-size", "64"),
+        env=DEVICE_ROUND,
+    )
+    answers = server.generate(prompts, **params)
+    assert output_ids(answers) == expected
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    server.assert_pool_empty()
+    qwen3.stop("device-tiny")

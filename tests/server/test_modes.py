@@ -112,7 +112,10 @@ if __name__ == "__main__":
     params = {"temperature": 0, "max_new_tokens": 41, "ignore_eos": True}
     answers = engine.generate(input_ids=prompts, sampling_params=params)
     meta = answers[0]["meta_info"]
-    print(json.dumps([[a["output_ids"] for a in answers], meta["spec_proposed_drafts"] / meta["spec_verify_ct"]]))
+    rounds = meta["spec_verify_ct"]
+    counted = [meta["spec_proposed_drafts"] / rounds, meta["ddtree"]["rounds"] / rounds]
+    counted.append(engine.get_server_info()["ddtree"]["budget"])
+    print(json.dumps([[a["output_ids"] for a in answers], counted]))
     engine.shutdown()
 """
 
@@ -127,6 +130,6 @@ def test_engine(qwen3: Pair) -> None:
         [sys.executable, str(script), arguments], capture_output=True, text=True, env=environment(), timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    answers, proposed = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("[[")))
+    answers, counted = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("[[")))
     assert answers == expected
-    assert proposed == 7
+    assert counted == [7, 1, 7]

@@ -250,7 +250,8 @@ def test_shadow_serves_dflashs_chain_with_the_real_drafter(qwen3: Pair) -> None:
 def test_rounds_launched_for_requests_that_had_ended_are_not_counted(qwen3: Pair) -> None:
     """Results come one round late, and each request here ends at another round."""
     server = qwen3.device
-    lengths = [3, 40, 9, 24, 1, 17]
+    # Short: without a GPU this server's kernels are interpreted.
+    lengths = [3, 20, 9, 15, 1, 12]
     qwen3.script(ranks=[[0, 1, 0, -1, -1, -1, -1], [1, 0, 0, -1, -1, -1, -1], *NOTHING])
     metas: dict[int, dict] = {}
 

@@ -29,8 +29,15 @@ HOOKED_FUNCTIONS = [
     "sglang.srt.speculative.dflash_utils.validate_dflash_request",
     "sglang.srt.speculative.spec_info.create_dummy_verify_input",
 ]
-HOOKED_METHOD = "sglang.srt.managers.schedule_batch.Req.extend_image_inputs"
-HOOKED = [*HOOKED_FUNCTIONS, HOOKED_METHOD]
+HOOKED_METHODS = [
+    "sglang.srt.managers.schedule_batch.Req.extend_image_inputs",
+    "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+]
+HOOKED = [*HOOKED_FUNCTIONS, *HOOKED_METHODS]
+# In the process that parses the arguments and answers HTTP.
+ANSWERING = ["sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"]
 
 
 def plain(models):
@@ -203,8 +210,11 @@ for name in NAMES:
 own = {name: dict(vars(dflash_info))[name] for name in ("DFlashVerifyInput", "DFlashDraftInput")
        if hasattr(dflash_info, name)}
 torch_native = ATTENTION_BACKENDS["torch_native"]
+answering = {name: pkgutil.resolve_name(name) for name in %(answering)s}
 args = prepare_server_args(ddtree)
 report["laid before"] = overlay.is_laid()
+report["hooked before"] = [name for name in NAMES if pkgutil.resolve_name(name) is not originals[name]]
+report["answering"] = {name: pkgutil.resolve_name(name).__wrapped__ is answering[name] for name in answering}
 
 # As the scheduler does.
 worker = SpeculativeAlgorithm.from_string(args.speculative_algorithm).create_worker(args)
@@ -214,8 +224,9 @@ report["own kept"] = [getattr(dflash_info, name) is value for name, value in own
 report["classes"] = [issubclass(dflash_info.DDTreeVerifyInput, object), hasattr(dflash_info, "DDTreeDraftInput")]
 report["file"] = str(Path(dflash_info.__file__).relative_to(home))
 report["held"] = held
-method = NAMES[-1]
-report["method hooked"] = pkgutil.resolve_name(method).__wrapped__ is originals[method]
+report["methods hooked"] = [
+    pkgutil.resolve_name(name).__wrapped__ is originals[name] for name in %(methods)s
+]
 report["hooked"] = {
     name: all(
         vars(sys.modules[module])[name.rpartition(".")[2]].__wrapped__ is originals[name] for module in held[name]
@@ -269,7 +280,7 @@ report["files"] = len(before)
 
 @pytest.fixture(scope="module")
 def active(models):
-    return in_a_fresh_process(WITH % {"names": HOOKED}, models)
+    return in_a_fresh_process(WITH % {"names": HOOKED, "methods": HOOKED_METHODS, "answering": ANSWERING}, models)
 
 
 def test_asking_for_the_worker_lays_the_overlay(active):
@@ -292,7 +303,9 @@ def test_the_hooks_reach_every_module_that_imported_the_function(active):
     assert active["hooked"] == dict.fromkeys(HOOKED, True)
     assert "sglang.srt.managers.scheduler" in active["held"][HOOKED_FUNCTIONS[2]]
     # A method is found through its class, which every module shares.
-    assert active["method hooked"] is True
+    assert active["methods hooked"] == [True] * len(HOOKED_METHODS)
+    # The answers are completed where the arguments are parsed, and nothing else is touched there.
+    assert active["hooked before"] == [] and active["answering"] == dict.fromkeys(ANSWERING, True)
     assert active["scheduler"] is True
     # Each function is held by its own module at least; some others had imported it before.
     assert all(name.rpartition(".")[0] in active["held"][name] for name in HOOKED_FUNCTIONS)
@@ -342,7 +355,8 @@ def test_a_request_with_images_is_aborted_once_they_are_attached():
 
 def test_activation_hooks_what_is_listed_here_and_compat_knows_it():
     assert sorted(activation._HOOKS) == sorted(HOOKED)
-    assert set(HOOKED) <= set(compat.INTERNALS["0.5.17"])
+    assert sorted(activation._ANSWER_HOOKS) == sorted(ANSWERING)
+    assert {*HOOKED, *ANSWERING} <= set(compat.INTERNALS["0.5.17"])
 
 
 # --- An SGLang that DDTREE does not know ------------------------------------------------------------

@@ -12,9 +12,14 @@ load_plugins()
 
 from sglang.srt import configs  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
-from sglang_ddtree import requirements  # noqa: E402
+from sglang_ddtree import activation, overlay, requirements  # noqa: E402
 from sglang_ddtree.flags import DDTreeConfig, FlagError  # noqa: E402
 from transformers import LlamaConfig, Qwen3Config  # noqa: E402
+
+overlay.lay()
+
+from sglang.srt.layers.attention import attention_registry  # noqa: E402
+from sglang.srt.layers.attention.triton_tree_backend import TritonTreeMaskAttnBackend  # noqa: E402
 
 CAP = "--speculative-ddtree-topk-cap"
 SHADOW, UNSAFE = "--speculative-ddtree-shadow-linear", "--speculative-ddtree-allow-hybrid-unsafe"
@@ -58,6 +63,7 @@ REFUSED = [
     ("enable_return_routed_experts", True, "--enable-return-routed-experts", "Drop the flag."),
     ("enable_return_indexer_topk", True, "--enable-return-indexer-topk", "Drop the flag."),
     ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm-spec", "Drop the flag."),
+    ("enable_deterministic_inference", True, "--enable-deterministic-inference", "Drop the flag."),
     ("dcp_size", 2, "--dcp-size 2", "Use --tp-size."),
     (
         "speculative_draft_attention_backend",
@@ -186,6 +192,52 @@ def test_defaults_with_a_gpu(monkeypatch):
     monkeypatch.setattr(requirements, "has_gpu", lambda: True)
     assert requirements.defaults_for({}) == {"attention_backend": "triton"}
     assert requirements.defaults_for({"attention_backend": "flashinfer"}) == {}
+
+
+@pytest.fixture
+def sm120(monkeypatch):
+    """A Blackwell workstation GPU, as PyTorch would report one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu_id=0: (12, gpu_id))
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"attention_backend": "flashinfer"}, {"decode_attention_backend": "fa3"}], ids=str
+)
+def test_triton_is_forced_on_sm120(given, sm120, caplog):
+    """Whatever the flags say: FlashInfer compiles on first use, which fails there on CUDA older than 12.9."""
+    assert passes(**given)
+    with caplog.at_level("INFO"):
+        chosen = requirements.defaults_for(given)
+    assert chosen == {name: "triton" for name in (*ATTENTION_FLAGS, "speculative_draft_attention_backend")}
+    forced = [record.message for record in caplog.records if "forced" in record.message]
+    assert len(forced) == 1 and "SM120" in forced[0] and "CUDA 12.9" in forced[0]
+    assert requirements.uses_tree_attention()
+    # Other refusals stand.
+    assert "--pp-size" in refusal_of(**given, pp_size=2)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3)], ids=str)
+def test_triton_is_not_forced_elsewhere(capability, sm120, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu_id=0: capability)
+    assert requirements.defaults_for({"attention_backend": "flashinfer"}) == {}
+    assert "fa3" in refusal_of(attention_backend="fa3")
+    assert not requirements.uses_tree_attention()
+
+
+def test_sm120_gives_targets_and_chains_the_tree_kernel(sm120, monkeypatch):
+    monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", {"triton": None})
+    monkeypatch.setattr(TritonTreeMaskAttnBackend, "tree_for_chains", False)
+    activation._use_triton_tree_mask()
+    assert attention_registry.ATTENTION_BACKENDS["triton"] is TritonTreeMaskAttnBackend
+    assert TritonTreeMaskAttnBackend.tree_for_chains
+
+
+def test_the_tree_kernel_serves_triton_where_rounds_stay_on_the_device(monkeypatch):
+    assert not requirements.uses_tree_attention()
+    monkeypatch.setenv("SGLANG_DDTREE_DEVICE_ROUND", "1")
+    assert requirements.uses_tree_attention()
 
 
 @pytest.mark.parametrize("field", ATTENTION_FLAGS[1:])

@@ -13,6 +13,11 @@ from sglang_ddtree.flags import DDTreeConfig  # noqa: E402
 
 overlay.lay()
 
+from sglang.srt.layers.attention.triton_tree_backend import (  # noqa: E402
+    TritonTreeMaskAttnBackend,
+    reads_ancestor_bits,
+)
+from sglang.srt.speculative import ddtree_graph_runner  # noqa: E402
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner  # noqa: E402
 from sglang.srt.speculative.ddtree_round import TorchRound  # noqa: E402
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker  # noqa: E402
@@ -66,14 +71,39 @@ def test_the_hosts_bound_of_the_lengths() -> None:
     assert DDTreeWorker._host_bound(None, batch) is reserved
 
 
-@pytest.mark.parametrize("shadow", [False, True])
-def test_graphs_are_captured_with_a_tree(shadow: bool) -> None:
-    """SGLang captures DFLASH's verify without a mask: a tree would then be verified causally, and silently."""
-    config = DDTreeConfig(budget=11, block_size=8, shadow_linear=shadow)
+def capture(monkeypatch: pytest.MonkeyPatch, shadow: bool, bits: bool):
+    monkeypatch.setattr(ddtree_graph_runner, "reads_ancestor_bits", lambda backend: bits)
+    config = DDTreeConfig(budget=70, block_size=8, shadow_linear=shadow)
     runner = object.__new__(DDTreeVerifyGraphRunner)
     runner.model_runner = SimpleNamespace(server_args=SimpleNamespace(_ddtree_config=config))
     runner.buffers = SimpleNamespace(custom_mask=torch.ones(3, dtype=torch.bool))
-    info = runner.get_spec_info(24)
-    assert (info.custom_mask is None) if shadow else (info.custom_mask is runner.buffers.custom_mask)
-    assert info.topk == (1 if shadow else 2)
-    assert info.draft_token_num == info.num_tokens_per_req == (8 if shadow else 12)
+    runner.attn_backend, runner.device = None, "cpu"
+    return runner.get_spec_info(71 * 2), runner.buffers.custom_mask
+
+
+@pytest.mark.parametrize("bits", [False, True])
+def test_graphs_are_captured_with_a_tree(monkeypatch: pytest.MonkeyPatch, bits: bool) -> None:
+    """SGLang captures DFLASH's verify without a mask: a tree would then be verified causally, and silently."""
+    info, mask = capture(monkeypatch, False, bits)
+    assert info.draft_token_num == info.num_tokens_per_req == 71
+    assert info.topk == 2
+    if bits:
+        assert info.custom_mask is None and info.ancestor_bits.shape == (1, 71, 2)
+    else:
+        assert info.custom_mask is mask and info.ancestor_bits is None
+
+
+@pytest.mark.parametrize("bits", [False, True])
+def test_a_chain_is_captured_without_a_mask(monkeypatch: pytest.MonkeyPatch, bits: bool) -> None:
+    info, _ = capture(monkeypatch, True, bits)
+    assert info.draft_token_num == 8 and info.topk == 1
+    assert info.custom_mask is None and info.ancestor_bits is None
+
+
+def test_which_backends_need_no_mask() -> None:
+    tree = object.__new__(TritonTreeMaskAttnBackend)
+    other = SimpleNamespace()
+    for prefill, decode, expected in ((tree, tree, True), (tree, other, False), (other, tree, False)):
+        assert reads_ancestor_bits(SimpleNamespace(prefill_backend=prefill, decode_backend=decode)) is expected
+    assert reads_ancestor_bits(SimpleNamespace(full_attn_backend=tree, linear_attn_backend=other))
+    assert reads_ancestor_bits(tree) and not reads_ancestor_bits(other)

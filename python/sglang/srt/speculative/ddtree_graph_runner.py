@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from sglang.srt.layers.attention.triton_tree_backend import reads_ancestor_bits
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.dflash_info import DDTreeVerifyInput
 from sglang_ddtree.flags import config_of
@@ -18,4 +20,10 @@ class DDTreeVerifyGraphRunner(DecodeCudaGraphRunner):
 
     def get_spec_info(self, num_tokens: int) -> Any:
         """The verify input that a graph of ``num_tokens`` tokens is captured with."""
-        return DDTreeVerifyInput.create_dummy_input(config_of(self.model_runner.server_args), self.buffers.custom_mask)
+        config = config_of(self.model_runner.server_args)
+        if not reads_ancestor_bits(self.attn_backend):
+            return DDTreeVerifyInput.create_dummy_input(config, self.buffers.custom_mask)
+        # Only the shape counts: the backend copies every round's bits into its own buffers.
+        nodes = config.verify_width
+        bits = torch.zeros((1, nodes, -(-nodes // 64)), dtype=torch.int64, device=self.device)
+        return DDTreeVerifyInput.create_dummy_input(config, None, bits)

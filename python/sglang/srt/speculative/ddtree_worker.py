@@ -13,15 +13,18 @@ import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.kernels.ops.speculative.dflash import _prepare_dflash_draft_block_unchecked
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.attention.triton_tree_backend import reads_ancestor_bits
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner
+from sglang.srt.speculative.ddtree_result import DDTreeBatchResult
 from sglang.srt.speculative.ddtree_round import DeviceRound, RoundTree, TorchRound
 from sglang.srt.speculative.ddtree_sampling import choose_tokens
 from sglang.srt.speculative.ddtree_simulation import is_simulating, simulate_walk
+from sglang.srt.speculative.ddtree_stats import shadow_stats, tree_stats
 from sglang.srt.speculative.ddtree_topk import local_vocabulary
 from sglang.srt.speculative.ddtree_utils import CommitPlan, WalkResult, global_links, plan_commit
 from sglang.srt.speculative.dflash_info import DDTreeDraftInput, DDTreeVerifyInput
@@ -138,8 +141,19 @@ class DDTreeWorker(DFlashWorkerV2):
         draft_input = batch.spec_info
         record_stream_each((batch.seq_lens, draft_input.bonus_tokens), self._stream())
         ids, logprobs = self._draft(batch, draft_input.bonus_tokens)
-        tree = self._round.build(draft_input.bonus_tokens, ids, logprobs, self.config.tree_budget, batch.seq_lens)
-        return self._verify(batch, tree, on_publish, grammar_barrier)
+        tree, shadow = self._build(draft_input.bonus_tokens, ids, logprobs, batch.seq_lens)
+        return self._verify(batch, tree, shadow, on_publish, grammar_barrier)
+
+    def _build(
+        self, bonus_tokens: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[RoundTree, RoundTree | None]:
+        """The trees to verify, and in shadow-linear mode those that are only looked at; arguments as in `build`."""
+        config = self.config
+        if not config.shadow_linear:
+            return self._round.build(bonus_tokens, ids, logprobs, config.budget, seq_lens), None
+        # Rank 0 of every position is what DFLASH drafts.
+        chain = self._round.build(bonus_tokens, ids[..., :1], logprobs[..., :1], config.tree_budget, seq_lens)
+        return chain, self._round.build(bonus_tokens, ids, logprobs, config.budget, seq_lens)
 
     def _stream(self) -> Any:
         return torch.get_device_module(self.device).current_stream()
@@ -226,8 +240,8 @@ class DDTreeWorker(DFlashWorkerV2):
         return block, batch.seq_lens[:, None] + self._block_pos_offsets, slots
 
     def _verify_mask(self, batch: ScheduleBatch, tree: RoundTree) -> torch.Tensor | None:
-        """The tree's mask in the form the attention backend takes; None where it reads a chain."""
-        if self.config.shadow_linear:
+        """The tree's mask in the form the attention backend takes; None where it reads bits, or a chain."""
+        if self.config.shadow_linear or reads_ancestor_bits(self.model_runner.attn_backend):
             return None
         if torch.device(self.device).type == "cpu":
             return self._round.tree_mask(tree)
@@ -257,11 +271,12 @@ class DDTreeWorker(DFlashWorkerV2):
             capture_hidden_mode=CaptureHiddenMode.FULL,
             seq_lens_sum=None,
             seq_lens_cpu=None,
+            ancestor_bits=None if self.config.shadow_linear else tree.ancestor_bits,
         )
 
     def _verify(
-        self, batch: ScheduleBatch, tree: RoundTree, on_publish: Any, grammar_barrier: Any
-    ) -> GenerationBatchResult:
+        self, batch: ScheduleBatch, tree: RoundTree, shadow: RoundTree | None, on_publish: Any, grammar_barrier: Any
+    ) -> DDTreeBatchResult:
         """Verify the trees in one target forward, walk them and commit. Mutates ``batch`` and both KV pools.
 
         The steps are those of SGLang's ``run_eagle_verify``; its sampling is replaced, since that one ignores
@@ -307,7 +322,11 @@ class DDTreeWorker(DFlashWorkerV2):
         else:
             walk, plan = self._round.commit(tree, choices, self.config.max_depth, batch.seq_lens, slots)
         self._commit(batch, logits_output, walk, plan, on_publish)
-        return GenerationBatchResult(
+        if shadow is None:
+            round_stats = tree_stats(tree.tree, walk)
+        else:
+            round_stats = shadow_stats(shadow.tree, walk)
+        return DDTreeBatchResult(
             logits_output=logits_output,
             next_token_ids=plan.next_tokens.reshape(-1),
             accept_lens=plan.accept_lens,
@@ -317,6 +336,7 @@ class DDTreeWorker(DFlashWorkerV2):
             new_seq_lens=plan.new_seq_lens,
             # Under overlap the batch moves on while this round still runs.
             extra_keep_alive_refs=[forward_batch, tree, plan],
+            round_stats=round_stats,
         )
 
     def _commit(

@@ -30,14 +30,19 @@ class DDTreeVerifyInput(EagleVerifyInput):
             next sibling, -1 for none.
         spec_steps: the deepest node possible.
         topk: more than 1 selects the tree paths of the backends.
+        ancestor_bits: int64 [bs, N, W], the mask as `TritonTreeMaskAttnBackend` reads it, which needs no dense one.
     """
+
+    ancestor_bits: torch.Tensor | None = None
 
     # Same layout as EAGLE's, and it accepts a missing mask.
     generate_attn_arg_prefill = DFlashVerifyInput.generate_attn_arg_prefill
 
     @classmethod
-    def create_dummy_input(cls, config, custom_mask: torch.Tensor | None) -> DDTreeVerifyInput:
-        """Shape-only input for warm-up runs; ``config`` is the server's DDTreeConfig."""
+    def create_dummy_input(
+        cls, config, custom_mask: torch.Tensor | None, ancestor_bits: torch.Tensor | None = None
+    ) -> DDTreeVerifyInput:
+        """Shape-only input for warm-up and capture; ``config`` is the server's DDTreeConfig."""
         return cls(
             draft_token=None,
             custom_mask=None if config.shadow_linear else custom_mask,
@@ -52,6 +57,7 @@ class DDTreeVerifyInput(EagleVerifyInput):
             capture_hidden_mode=CaptureHiddenMode.FULL,
             seq_lens_sum=None,
             seq_lens_cpu=None,
+            ancestor_bits=None if config.shadow_linear else ancestor_bits,
         )
 
 

@@ -317,6 +317,16 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
                 raise NotImplementedError(f"the Triton tree-mask backend does not verify trees with {what}.")
 
 
+def reads_ancestor_bits(backend: Any) -> bool:
+    """Whether every backend that a target's verify may reach reads ancestor bits, so that no mask is needed."""
+    # SGLang's wrappers: one backend for prefill and another for decode, or attention beside recurrent layers.
+    inner = [getattr(backend, name, None) for name in ("prefill_backend", "decode_backend", "full_attn_backend")]
+    parts = [part for part in inner if part is not None]
+    if parts:
+        return all(reads_ancestor_bits(part) for part in parts)
+    return isinstance(backend, TritonTreeMaskAttnBackend)
+
+
 def _chain_bits(nodes: int, device: torch.device | str) -> torch.Tensor:
     """int64 [N, W]: every node sees all before it and itself."""
     column = torch.arange(-(-nodes // _WORD_BITS) * _WORD_BITS, device=device)
