@@ -17,6 +17,8 @@ from typing import Any
 ALGORITHM = "DDTREE"
 # The widest tree the ancestor bit words and the device kernels are built for.
 MAX_BUDGET = 256
+# The most candidates per position that the device kernels hold.
+MAX_TOPK = 64
 _PREFIX = "speculative_ddtree_"
 DEVICE_ROUND_VARIABLE = "SGLANG_DDTREE_DEVICE_ROUND"
 
@@ -174,7 +176,13 @@ def config_from(values: dict[str, Any]) -> DDTreeConfig:
         value = values.get(_PREFIX + field)
         if value is not None:
             fields[field] = parse(value)
-    return DDTreeConfig(**fields)
+    config = DDTreeConfig(**fields)
+    if min(config.topk_cap, config.budget) > MAX_TOPK:
+        raise FlagError(
+            f"{flag_name('topk_cap')} must be at most {MAX_TOPK} with a budget above {MAX_TOPK}, got {config.topk_cap} "
+            f"with budget {config.budget}. Use {flag_name('topk_cap')} {MAX_TOPK} or less."
+        )
+    return config
 
 
 def config_of(server_args: Any) -> DDTreeConfig:

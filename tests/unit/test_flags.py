@@ -138,11 +138,19 @@ def test_one_call_leaves_nothing_for_the_next(parse, build):
 # --- What they resolve to ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget, cap, expected", [(15, 8, 8), (3, 8, 3), (8, 8, 8), (1, 300, 1), (256, 300, 256)])
+@pytest.mark.parametrize(
+    "budget, cap, expected", [(15, 8, 8), (3, 8, 3), (8, 8, 8), (1, 300, 1), (64, 300, 64), (256, 64, 64)]
+)
 def test_candidates_are_the_smaller_of_cap_and_budget(budget, cap, expected, build):
     config = config_of(build(speculative_ddtree_budget=budget, speculative_ddtree_topk_cap=cap))
     assert config.topk == expected
     assert config.topk_cap == cap
+
+
+@pytest.mark.parametrize("budget, cap", [(65, 65), (256, 300)])
+def test_more_candidates_than_the_kernels_hold(budget, cap, build):
+    with pytest.raises(FlagError, match=f"topk-cap must be at most 64 .* got {cap} with budget {budget}. Use "):
+        build(speculative_ddtree_budget=budget, speculative_ddtree_topk_cap=cap)
 
 
 @pytest.mark.parametrize(
