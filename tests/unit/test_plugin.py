@@ -426,11 +426,16 @@ def test_an_internal_with_another_signature(name, models, monkeypatch):
     assert starts(plain(models))
 
 
-# Its base class has a method of the same name and parameters, so that a missing one does not show.
-INHERITED = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend"
+# Their base class has methods of the same name and parameters, so that a missing one does not show.
+ATTENTION = "sglang.srt.layers.attention"
+INHERITED = (
+    f"{ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_extend",
+    f"{ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata",
+    f"{ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata_out_graph",
+)
 
 
-@pytest.mark.parametrize("name", sorted(set(compat.INTERNALS["0.5.17"]) - {*BREAKABLE, INHERITED}))
+@pytest.mark.parametrize("name", sorted(set(compat.INTERNALS["0.5.17"]) - {*BREAKABLE, *INHERITED}))
 def test_a_missing_internal_that_any_server_needs(name, monkeypatch):
     if name.endswith("Backend.DISABLED"):  # members of an enum cannot be deleted
         monkeypatch.setattr("sglang.srt.model_executor.cuda_graph_config.Backend", SimpleNamespace())
