@@ -400,15 +400,11 @@ def test_full_mask_refuses_a_wrong_buffer():
         u.full_mask(visible, lens, out=torch.zeros(44, dtype=torch.bool), total=45)
 
 
-def test_tree_positions_and_global_links():
+def test_tree_positions():
     depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 0]])
     positions = u.tree_positions(depths, torch.tensor([10, 0], dtype=torch.int32))
     assert positions.dtype == torch.int64
     assert positions.tolist() == [[10, 11, 11, 12], [0, 1, 2, 0]]
-    links = u.link_children(torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, -1]]))
-    assert u.global_links(*links).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    with pytest.raises(ValueError, match=r"next_sibling must have the shape of first_child, \[2, 4\], got \[2, 3\]"):
-        u.global_links(links[0], links[1][:, :3])
 
 
 # --- walking --------------------------------------------------------------------------------------
@@ -618,9 +614,10 @@ def _one_round(ids, lp, seq_lens, probs, coins, buffer):
     u.qlen_only_mask(tree.visible)
     u.bit_mask(tree.visible)
     u.tree_positions(tree.depths, seq_lens)
-    u.global_links(tree.first_child, tree.next_sibling)
     for choices in (u.sample_choices(probs, coins), u.greedy_choices(probs)):
-        u.walk_trees(tree.tokens, tree.parents, choices.reshape(tree.tokens.shape), 7)
+        choices = choices.reshape(tree.tokens.shape)
+        walk = u.walk_trees(tree.tokens, tree.parents, choices, 7)
+        u.plan_commit(walk, choices, seq_lens, torch.zeros_like(choices))
 
 
 def _round_inputs(bs=3):

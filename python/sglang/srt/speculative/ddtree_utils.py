@@ -362,29 +362,6 @@ def tree_positions(depths: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor
     return seq_lens[:, None].to(torch.int64) + depths
 
 
-def global_links(first_child: torch.Tensor, next_sibling: torch.Tensor) -> torch.Tensor:
-    """SGLang's `retrieve_index`: the id b * N + i of node i of request b.
-
-    SGLang's `retrieve_next_token` and `retrieve_next_sibling` are `first_child` and `next_sibling` as they
-    are, with indices local to the request.
-
-    Args:
-        first_child, next_sibling: int64 [bs, N], from `link_children`.
-
-    Returns:
-        int64 [bs, N].
-
-    Raises:
-        ValueError: the two shapes differ.
-    """
-    if first_child.shape != next_sibling.shape:
-        raise ValueError(
-            f"next_sibling must have the shape of first_child, {list(first_child.shape)}, "
-            f"got {list(next_sibling.shape)}."
-        )
-    return torch.arange(first_child.numel(), device=first_child.device).reshape(first_child.shape)
-
-
 def full_mask(
     visible: torch.Tensor,
     seq_lens: torch.Tensor,

@@ -26,7 +26,7 @@ from sglang.srt.speculative.ddtree_sampling import choose_tokens
 from sglang.srt.speculative.ddtree_simulation import is_simulating, simulate_walk
 from sglang.srt.speculative.ddtree_stats import shadow_stats, tree_stats
 from sglang.srt.speculative.ddtree_topk import local_vocabulary
-from sglang.srt.speculative.ddtree_utils import CommitPlan, WalkResult, global_links, plan_commit
+from sglang.srt.speculative.ddtree_utils import CommitPlan, WalkResult, plan_commit
 from sglang.srt.speculative.dflash_info import DDTreeDraftInput, DDTreeVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.eagle_utils import eagle_prepare_for_verify
@@ -261,7 +261,8 @@ class DDTreeWorker(DFlashWorkerV2):
             draft_token=nodes.tokens.reshape(-1),
             custom_mask=self._verify_mask(batch, tree),
             positions=tree.positions.reshape(-1),
-            retrieve_index=global_links(nodes.first_child, nodes.next_sibling),
+            # Read by SGLang's own tree sampling alone.
+            retrieve_index=None,
             retrieve_next_token=nodes.first_child,
             retrieve_next_sibling=nodes.next_sibling,
             retrieve_cum_len=None,

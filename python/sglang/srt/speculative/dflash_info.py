@@ -26,8 +26,7 @@ class DDTreeVerifyInput(EagleVerifyInput):
         custom_mask: bool, True: the row may attend the column. On the GPU SGLang's full mask
             (per request N rows of seq_len + N columns), on the CPU the tree part only [bs * N * N].
             None: causal over the N tokens, right for a chain alone.
-        retrieve_index, retrieve_next_token, retrieve_next_sibling: int64 [bs, N], global id, first child and
-            next sibling, -1 for none.
+        retrieve_next_token, retrieve_next_sibling: int64 [bs, N], first child and next sibling, -1 for none.
         spec_steps: the deepest node possible.
         topk: more than 1 selects the tree paths of the backends.
         ancestor_bits: int64 [bs, N, W], the mask as `TritonTreeMaskAttnBackend` reads it, which needs no dense one.
