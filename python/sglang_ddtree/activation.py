@@ -85,6 +85,15 @@ def _resolve_tokens_hook(original: Callable[..., Any], self: Any, result: Any, b
     return tokens
 
 
+def _decode_logprobs_hook(
+    original: Callable[..., None], self: Any, *, req: Any, next_token_id: list[int], **rest: Any
+) -> None:
+    """One log-probability per returned token: what follows a stop within an accepted run is not returned."""
+    if req.finished_len is not None:
+        next_token_id = next_token_id[: max(0, req.finished_len - len(req.logprob.output_token_logprobs_val))]
+    original(self, req=req, next_token_id=next_token_id, **rest)
+
+
 def _init_info_hook(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
     """What the scheduler says about itself when it is ready, which ``/server_info`` shows."""
     info = original(self)
@@ -112,6 +121,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": _image_inputs_hook,
     "sglang.srt.managers.scheduler.Scheduler.get_init_info": _init_info_hook,
     f"{_RESULTS}.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": _resolve_tokens_hook,
+    f"{_RESULTS}.SchedulerBatchResultProcessor._apply_decode_logprobs": _decode_logprobs_hook,
 }
 
 # In the process that parses the arguments and answers HTTP.

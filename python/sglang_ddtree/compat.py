@@ -78,6 +78,15 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
         ),
         "sglang.srt.managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens": ("self", "result", "batch"),
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._apply_decode_logprobs": (
+            "self",
+            "req",
+            "batch",
+            "next_token_id",
+            "next_token_logprobs",
+            "logits_output",
+        ),
         "sglang.srt.managers.scheduler_components.metrics_reporter.get_spec": None,
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
             "self",
@@ -300,6 +309,13 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "positions_out",
             "cache_loc_out",
             "mask_token_id",
+        ),
+        "sglang.srt.layers.logprob_processor.compute_spec_v2_logprobs": (
+            "batch",
+            "logits_output",
+            "predict",
+            "accept_index",
+            "speculative_num_steps",
         ),
         "sglang.srt.layers.sampler.Sampler.forward": (
             "self",

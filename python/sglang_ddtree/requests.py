@@ -16,7 +16,6 @@ def refusal(req: Any) -> str | None:
     params = req.sampling_params
     grammar = any(getattr(params, name, None) for name in ("json_schema", "regex", "ebnf", "structural_tag"))
     asked = {
-        "logprobs": req.return_logprob,
         "return_hidden_states": req.return_hidden_states,
         "frequency_penalty": params.frequency_penalty != 0.0,
         "presence_penalty": params.presence_penalty != 0.0,

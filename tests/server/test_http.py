@@ -170,7 +170,6 @@ def test_structured_output(pair: Pair) -> None:
 
 
 REFUSED = [
-    {"return_logprob": True},
     {"sampling_params": {"frequency_penalty": 0.5}},
     {"sampling_params": {"presence_penalty": 0.5}},
     {"sampling_params": {"repetition_penalty": 1.2}},

@@ -39,6 +39,7 @@ def choose_tokens(
     sampler: Any,
     grammar_mask: Any = None,
     tp_group: Any = None,
+    keep_logits: bool = False,
 ) -> torch.Tensor:
     """Draw the target's token at every node, as plain decoding would at that node.
 
@@ -47,13 +48,15 @@ def choose_tokens(
     sampler knows and, with a sampling seed, the very draw plain decoding makes at that position.
 
     Args:
-        logits_output: holds ``next_token_logits`` [bs * num_nodes, vocabulary]; overwritten.
+        logits_output: holds ``next_token_logits`` [bs * num_nodes, vocabulary]; overwritten, by bias and grammar in any
+            case.
         sampling_info: ``SamplingBatchInfo`` of the bs requests.
         positions: int64 [bs * num_nodes].
         num_nodes: N.
         sampler: the target's ``Sampler``.
         grammar_mask: SGLang's ``GrammarMask`` over the bs * num_nodes rows.
         tp_group: ranks that must agree on the draws.
+        keep_logits: leave the logits as they were before temperature and filters, for log-probabilities.
     Returns:
         int64 [bs, num_nodes].
     """
@@ -68,8 +71,10 @@ def choose_tokens(
 
     choices = torch.argmax(logits, dim=-1)
     if not sampling_info.is_all_greedy:
+        # The sampler works in place.
+        scratch = dataclasses.replace(logits_output, next_token_logits=logits.clone()) if keep_logits else logits_output
         drawn = sampler(
-            logits_output,
+            scratch,
             _per_node(sampling_info, num_nodes),
             return_logprob=False,
             top_logprobs_nums=[],

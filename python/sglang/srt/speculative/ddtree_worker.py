@@ -14,6 +14,7 @@ from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_f
 from sglang.kernels.ops.speculative.dflash import _prepare_dflash_draft_block_unchecked
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.triton_tree_backend import reads_ancestor_bits
+from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -51,6 +52,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def __init__(self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any) -> None:
         self.config = config_of(server_args)
+        self._wants_logprob = False
         check_loaded_target(server_args, target_worker.model_runner, self.config)
         draft_args = deepcopy(server_args)
         # The drafter is a chain of D whatever the tree: with the target's topk its attention backend would
@@ -93,7 +95,12 @@ class DDTreeWorker(DFlashWorkerV2):
     # --- What DFLASH's prefill asks of a subclass.
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
-        """Nothing to warn of: every node is sampled on every device."""
+        """Nothing to warn of: every node is sampled on every device.
+
+        DFLASH's worker asks after it has refused batches with log-probabilities and before anything else, so this is
+        where the batch gets back what it asked for.
+        """
+        batch.return_logprob = self._wants_logprob
 
     def _make_next_draft_input_prefill(self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> DDTreeDraftInput:
         return self._next_draft_input(bonus_tokens, seq_lens)
@@ -135,6 +142,8 @@ class DDTreeWorker(DFlashWorkerV2):
             drafts and the bonus token.
         """
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
+            # The prefill is as able to give log-probabilities as the target's own, of which it is made.
+            self._wants_logprob, batch.return_logprob = batch.return_logprob, False
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
 
         # Made on the scheduler's stream, read on this one.
@@ -315,6 +324,7 @@ class DDTreeWorker(DFlashWorkerV2):
             sampler=self.model_runner.sampler,
             grammar_mask=grammar_mask,
             tp_group=get_tp_group(),
+            keep_logits=batch.return_logprob,
         )
         slots = batch.out_cache_loc.view(choices.shape)
         if is_simulating():
@@ -322,6 +332,8 @@ class DDTreeWorker(DFlashWorkerV2):
             plan = plan_commit(walk, choices, batch.seq_lens, slots)
         else:
             walk, plan = self._round.commit(tree, choices, self.config.max_depth, batch.seq_lens, slots)
+        if batch.return_logprob:
+            compute_spec_v2_logprobs(batch, logits_output, choices.view(-1), plan.rows, plan.rows.shape[1] - 1)
         self._commit(batch, logits_output, walk, plan, on_publish)
         if shadow is None:
             round_stats = tree_stats(tree.tree, walk)
