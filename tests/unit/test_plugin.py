@@ -34,6 +34,8 @@ HOOKED_METHODS = [
     "sglang.srt.managers.scheduler.Scheduler.get_init_info",
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._apply_decode_logprobs",
 ]
 HOOKED = [*HOOKED_FUNCTIONS, *HOOKED_METHODS]
 # In the process that parses the arguments and answers HTTP.
