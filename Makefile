@@ -1,6 +1,7 @@
 ## make serve     a server on whatever device there is, with one answer to look at
 ## make test      the whole CPU suite; TESTS=tests/unit for one folder
 ## make test-gpu  what needs a GPU; skipped with a reason elsewhere
+## make soak      mixed load against no speculation, 20 minutes on a CPU, 8 on a GPU
 ## make bench     the benchmarks, on a GPU, into BENCH_OUT; BENCH_FLAGS=--smoke tries them out anywhere
 ## make lint      ruff and mypy, changes nothing; make format changes files
 ## make venv      the virtual environment alone
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ddtree-installed
 SOURCES := python/sglang_ddtree scripts benchmarks tests python/sglang
 
-.PHONY: help venv model serve test test-gpu bench lint format clean
+.PHONY: help venv model serve test test-gpu soak bench lint format clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -46,6 +47,9 @@ test: model
 
 test-gpu: model
 	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+soak: model
+	$(BIN)/python tests/soak.py
 
 # An interrupted run goes on where it stopped. bench_tree.py times kernels: there is nothing to try without a GPU.
 bench: model
