@@ -50,7 +50,11 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
 
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
-        # The draft's own copy of the arguments carries D, the target's carries N.
+        # The graph runner asks with the target's N for the drafter too, whose block is D wide.
+        if is_draft_worker:
+            from sglang.srt.runtime_context import get_server_args
+
+            return config_of(get_server_args()).require_block_size()
         return num_draft_tokens
 
     def handle_server_args(self, server_args: Any) -> None:

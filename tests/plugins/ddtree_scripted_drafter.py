@@ -95,6 +95,9 @@ def _scripted(draft, script: Script):
                 logs = torch.tensor(content["logprobs"])[:, :width]
                 ids[b], logprobs[b] = row.to(ids), logs.to(logprobs)
                 continue
+            if req.rid not in script.committed:
+                # A request from before the script, in the round that overlap had under way when it ended.
+                continue
             assert script.committed[req.rid][-1] == int(bonus_tokens[b]), "the bonus token is the request's last"
             tokens, values = script.candidates(req, positions, width)
             ids[b] = torch.tensor(tokens).to(ids)
@@ -106,6 +109,9 @@ def _scripted(draft, script: Script):
 
 def _recorded(forward, script: Script):
     def wrapper(worker, batch, *args, **kwargs):
+        if not script.refresh():
+            # Nothing is scripted: what the worker commits need not be known, and nothing waits for it here.
+            return forward(worker, batch, *args, **kwargs)
         prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         outputs = [tuple(req.output_ids) for req in batch.reqs]
         result = forward(worker, batch, *args, **kwargs)
@@ -114,8 +120,9 @@ def _recorded(forward, script: Script):
         tokens = result.next_token_ids.view(len(batch.reqs), -1).tolist()
         lengths = [1] * len(batch.reqs) if prefill else result.accept_lens.tolist()
         for req, before, row, length in zip(batch.reqs, outputs, tokens, lengths, strict=True):
-            earlier = before if prefill else script.committed[req.rid]
-            script.committed[req.rid] = (*earlier, *row[:length])
+            earlier = before if prefill else script.committed.get(req.rid)
+            if earlier is not None:
+                script.committed[req.rid] = (*earlier, *row[:length])
         return result
 
     return wrapper
@@ -132,5 +139,5 @@ def _after_activate(result) -> None:
 def load() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if "DDTREE_TEST_SCRIPT" in os.environ:
+    if os.environ.get("DDTREE_TEST_SCRIPT"):
         HookRegistry.register("sglang_ddtree.activation.activate", _after_activate, HookType.AFTER)

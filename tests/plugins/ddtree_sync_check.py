@@ -1,6 +1,7 @@
 """A test-only SGLang plugin: a decode round that waits for the GPU ends the server, with DDTREE_TEST_SYNC set.
 
-``error``: as it is. ``item``: a round reads one number back, to show that the check would notice.
+``error``: as it is. ``item``: a round reads one number back, to show that the check would notice. Listed before the
+scripted drafter, so that it wraps the round alone, not what that one reads back.
 """
 
 import os

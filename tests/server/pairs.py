@@ -120,7 +120,7 @@ class Pair:
         if name != "plain":
             command += ["--speculative-algorithm", "DDTREE"]
             command += ["--speculative-draft-model-path", str(self.drafter)]
-            env["DDTREE_TEST_SCRIPT"] = str(self.script_path)
+            env.setdefault("DDTREE_TEST_SCRIPT", str(self.script_path))
             env["DDTREE_TEST_TARGET"] = str(self.target)
         server = Server(command, self.folder / f"{name}.log", env=env)
         server.wait_ready()

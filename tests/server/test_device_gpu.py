@@ -46,6 +46,21 @@ def test_graphs_overlap_and_pages(qwen3: Pair, graphs: bool, overlap: bool, page
     qwen3.stop(name)
 
 
+def test_rounds_in_flight(qwen3: Pair) -> None:
+    """Many short requests that join and end in mid-batch, with nothing that waits for the device in between."""
+    prompts = [list(b"%d and some more " % i * (1 + i % 5)) for i in range(60)]
+    params = [dict(temperature=0, ignore_eos=True, max_new_tokens=3 + 7 * i % 40) for i in range(60)]
+    body = {"input_ids": prompts, "sampling_params": params}
+    server = qwen3.server(
+        "gpu-flight", *flags(True, True, "16", "triton"), env={**DEVICE_ROUND, "DDTREE_TEST_SCRIPT": ""}
+    )
+    expected = output_ids(qwen3.plain.post("/generate", body))
+    for _ in range(3):
+        assert output_ids(server.post("/generate", body)) == expected
+    server.assert_pool_empty()
+    qwen3.stop("gpu-flight")
+
+
 def test_a_round_never_waits_for_the_device(qwen3: Pair) -> None:
     env = {**DEVICE_ROUND, "DDTREE_TEST_SYNC": "error"}
     server = qwen3.server("gpu-sync", *flags(True, True, "1", "triton"), env=env)

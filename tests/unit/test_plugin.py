@@ -477,7 +477,7 @@ def test_an_added_parameter_does_no_harm(models, monkeypatch):
 # --- What SGLang asks of an algorithm ---------------------------------------------------------------
 
 
-def test_the_algorithm_answers():
+def test_the_algorithm_answers(monkeypatch):
     algorithm = SpeculativeAlgorithm.from_string("ddtree")
     assert algorithm is SpeculativeAlgorithm.from_string("DDTREE")
     assert algorithm.name == "DDTREE"
@@ -489,7 +489,10 @@ def test_the_algorithm_answers():
     assert {name: getattr(algorithm, name)() for name in true} == dict.fromkeys(true, True)
     assert {name: getattr(algorithm, name)() for name in false} == dict.fromkeys(false, False)
     assert algorithm.get_num_tokens_per_req_for_target_verify(16, is_draft_worker=False) == 16
-    assert algorithm.get_num_tokens_per_req_for_target_verify(8, is_draft_worker=True) == 8
+    # SGLang's graph runner asks with the target's width for the drafter as well.
+    published = SimpleNamespace(_ddtree_config=DDTreeConfig(budget=15, block_size=8))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: published)
+    assert algorithm.get_num_tokens_per_req_for_target_verify(16, is_draft_worker=True) == 8
 
 
 def test_the_algorithm_has_all_that_a_built_in_one_has():

@@ -77,7 +77,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, shadow: bool, bits: bool):
     runner = object.__new__(DDTreeVerifyGraphRunner)
     runner.model_runner = SimpleNamespace(server_args=SimpleNamespace(_ddtree_config=config))
     runner.buffers = SimpleNamespace(custom_mask=torch.ones(3, dtype=torch.bool))
-    runner.attn_backend, runner.device = None, "cpu"
+    runner.attn_backend, runner.device, runner.captured_req_width = None, "cpu", config.verify_width
     return runner.get_spec_info(71 * 2), runner.buffers.custom_mask
 
 
@@ -87,10 +87,8 @@ def test_graphs_are_captured_with_a_tree(monkeypatch: pytest.MonkeyPatch, bits: 
     info, mask = capture(monkeypatch, False, bits)
     assert info.draft_token_num == info.num_tokens_per_req == 71
     assert info.topk == 2
-    if bits:
-        assert info.custom_mask is None and info.ancestor_bits.shape == (1, 71, 2)
-    else:
-        assert info.custom_mask is mask and info.ancestor_bits is None
+    assert info.custom_mask is (None if bits else mask)
+    assert info.ancestor_bits.shape == (1, 71, 2)
 
 
 @pytest.mark.parametrize("bits", [False, True])

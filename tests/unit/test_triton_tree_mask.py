@@ -643,8 +643,10 @@ if not INTERPRETED:
             constants = dict(GROUP=4, DV=128, BLOCK_DV=128, ROWS=rows, SPLITS=16 // rows)
             pointers = POINTERS | {"out": "*bf16"}
             assert compile_for(arch, m._merge_kernel, constants, pointers, num_warps=4).asm["cubin"]
-        constants = dict(BLOCK=64, ITEMS=16)
-        assert compile_for(arch, m._plan_kernel, constants, POINTERS, num_warps=4).asm["cubin"]
+        # SGLang's qo_indptr is of 64 bits under CUDA graphs and of 32 eagerly.
+        for block, kind in itertools.product((32, 64, 256), ("*i64", "*i32")):
+            pointers = POINTERS | {"qo_indptr": kind}
+            assert compile_for(arch, m._plan_kernel, dict(BLOCK=block, ITEMS=16), pointers, num_warps=4).asm["cubin"]
 
     def test_the_kernels_in_the_interpreter():
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]

@@ -20,10 +20,8 @@ class DDTreeVerifyGraphRunner(DecodeCudaGraphRunner):
 
     def get_spec_info(self, num_tokens: int) -> Any:
         """The verify input that a graph of ``num_tokens`` tokens is captured with."""
-        config = config_of(self.model_runner.server_args)
-        if not reads_ancestor_bits(self.attn_backend):
-            return DDTreeVerifyInput.create_dummy_input(config, self.buffers.custom_mask)
-        # Only the shape counts: the backend copies every round's bits into its own buffers.
-        nodes = config.verify_width
+        config, nodes = config_of(self.model_runner.server_args), self.captured_req_width
+        mask = None if reads_ancestor_bits(self.attn_backend) else self.buffers.custom_mask
+        # Only the shape counts: a backend that reads bits copies every round's into its own buffers.
         bits = torch.zeros((1, nodes, -(-nodes // 64)), dtype=torch.int64, device=self.device)
-        return DDTreeVerifyInput.create_dummy_input(config, None, bits)
+        return DDTreeVerifyInput.create_dummy_input(config, mask, bits)

@@ -6,6 +6,7 @@ drafter's KV cache are DFLASH's; the draft tail, verify and commit are a tree's.
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
 from typing import Any
 
@@ -41,6 +42,8 @@ from sglang.srt.speculative.spec_utils import (
 )
 from sglang_ddtree.flags import config_of, device_round
 from sglang_ddtree.requirements import check_loaded_target
+
+logger = logging.getLogger(__name__)
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -91,6 +94,23 @@ class DDTreeWorker(DFlashWorkerV2):
             tp_group=get_tp_group(),
             device=self.device,
         )
+
+    def init_cuda_graphs(self) -> None:
+        super().init_cuda_graphs()
+        runner = getattr(self.draft_model_runner, "decode_cuda_graph_runner", None)
+        if runner is None:
+            return
+        # A graph of another width would never be replayed, and the drafter would run eagerly without a word.
+        if runner.captured_req_width != self.block_size:
+            raise RuntimeError(
+                f"DDTREE: the drafter's CUDA graphs were captured {runner.captured_req_width} tokens wide, its block "
+                f"is {self.block_size}."
+            )
+        if self.ps.tp_rank == 0:
+            logger.info(
+                "DDTREE: the drafter, its head and %d candidates per position run from one CUDA graph.",
+                self.config.topk,
+            )
 
     # --- What DFLASH's prefill asks of a subclass.
 

@@ -195,7 +195,8 @@ def plan_splits(
             bs,
             extra_splits,
             min_split,
-            BLOCK=max(16, triton.next_power_of_2(bs)),
+            # With 16 and a 64-bit qo_indptr, as under CUDA graphs, Triton 3.6 fails to compile this.
+            BLOCK=max(32, triton.next_power_of_2(bs)),
             ITEMS=16,
         )
     return out
