@@ -76,6 +76,25 @@ def _image_inputs_hook(original: Callable[..., None], req: Any, image_inputs: An
     req.set_finish_with_abort(message("multimodal inputs"))
 
 
+def _grammar_mask_hook(original: Callable[..., None], self: Any, logits: Any, vocab_mask: Any) -> None:
+    """Structured output on the CPU: SGLang knows the GPU's kernels alone, xgrammar has one of its own."""
+    if logits.device.type != "cpu":
+        original(self, logits=logits, vocab_mask=vocab_mask)
+        return
+    import xgrammar
+
+    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+
+def _grammar_bitmask_hook(original: Callable[..., Any], vocab_size: int, batch_size: int) -> Any:
+    """SGLang pins this memory for the copy to a GPU, which PyTorch refuses where there is none."""
+    if requirements.has_gpu():
+        return original(vocab_size, batch_size)
+    import xgrammar
+
+    return xgrammar.allocate_token_bitmask(batch_size, vocab_size)
+
+
 def _resolve_tokens_hook(original: Callable[..., Any], self: Any, result: Any, batch: Any) -> Any:
     """A round's tokens have reached the host: count the round."""
     from sglang_ddtree.metrics import count_rounds
@@ -120,6 +139,8 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": _dummy_verify_input_hook,
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": _image_inputs_hook,
     "sglang.srt.managers.scheduler.Scheduler.get_init_info": _init_info_hook,
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": _grammar_mask_hook,
+    "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask": _grammar_bitmask_hook,
     f"{_RESULTS}.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": _resolve_tokens_hook,
     f"{_RESULTS}.SchedulerBatchResultProcessor._apply_decode_logprobs": _decode_logprobs_hook,
 }

@@ -310,6 +310,8 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "cache_loc_out",
             "mask_token_id",
         ),
+        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": ("self", "logits", "vocab_mask"),
+        "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask": ("vocab_size", "batch_size"),
         "sglang.srt.layers.logprob_processor.compute_spec_v2_logprobs": (
             "batch",
             "logits_output",

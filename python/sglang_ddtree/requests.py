@@ -11,10 +11,7 @@ def refusal(req: Any) -> str | None:
     Penalties, ``min_new_tokens`` and custom logit processors depend on the tokens before a node, which differ
     from branch to branch; SGLang's verify applies one value to the whole tree, so they are refused here.
     """
-    from sglang_ddtree.requirements import has_gpu
-
     params = req.sampling_params
-    grammar = any(getattr(params, name, None) for name in ("json_schema", "regex", "ebnf", "structural_tag"))
     asked = {
         "return_hidden_states": req.return_hidden_states,
         "frequency_penalty": params.frequency_penalty != 0.0,
@@ -23,8 +20,6 @@ def refusal(req: Any) -> str | None:
         "min_new_tokens": params.min_new_tokens > 0,
         "custom_logit_processor": req.custom_logit_processor is not None,
         "return_sampling_mask": getattr(req, "return_sampling_mask", False),
-        # SGLang's grammar backends apply their masks with GPU kernels.
-        "structured output on the CPU": grammar and not has_gpu(),
     }
     for name, present in asked.items():
         if present:

@@ -24,6 +24,7 @@ BLOCK = 8
 
 # What activation may hook; written down here so that one more hook is noticed.
 HOOKED_FUNCTIONS = [
+    "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask",
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode",
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "sglang.srt.speculative.dflash_utils.validate_dflash_request",
@@ -32,6 +33,7 @@ HOOKED_FUNCTIONS = [
 HOOKED_METHODS = [
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs",
     "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
     "sglang.srt.managers.scheduler_components.batch_result_processor"

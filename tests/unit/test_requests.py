@@ -10,7 +10,7 @@ load_plugins()
 
 from sglang.srt.managers.schedule_batch import Req  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
-from sglang_ddtree import activation, requirements  # noqa: E402
+from sglang_ddtree import activation  # noqa: E402
 from sglang_ddtree.requests import refusal  # noqa: E402
 
 
@@ -32,15 +32,12 @@ SERVED = [
     {"sampling_seed": 7},
     {"logit_bias": {"3": 2.0}},
     {"stop": ["x"], "ignore_eos": True, "max_new_tokens": 1},
-    # Null means default.
-    {"frequency_penalty": None, "presence_penalty": None, "repetition_penalty": None, "min_new_tokens": None},
-]
-
-STRUCTURED = [
     {"json_schema": "{}"},
     {"regex": "a+"},
     {"ebnf": 'root ::= "a"'},
     {"structural_tag": "{}"},
+    # Null means default.
+    {"frequency_penalty": None, "presence_penalty": None, "repetition_penalty": None, "min_new_tokens": None},
 ]
 
 REFUSED_PARAMS = [
@@ -63,16 +60,6 @@ REFUSED_FIELDS = [
 @pytest.mark.parametrize("params", SERVED, ids=str)
 def test_served(params):
     assert refusal(make_request(params)) is None
-
-
-@pytest.mark.parametrize("params", STRUCTURED, ids=str)
-def test_structured_output_needs_a_gpu(params, monkeypatch):
-    monkeypatch.setattr(requirements, "has_gpu", lambda: True)
-    assert refusal(make_request(params)) is None
-    monkeypatch.setattr(requirements, "has_gpu", lambda: False)
-    message = refusal(make_request(params))
-    assert "does not support structured output on the CPU yet" in message
-    assert message.endswith("Drop it, or use a server without speculation.")
 
 
 @pytest.mark.parametrize("name, value", REFUSED_PARAMS)

@@ -19,6 +19,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner
@@ -97,9 +98,9 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
-        runner = getattr(self.draft_model_runner, "decode_cuda_graph_runner", None)
-        if runner is None:
-            return
+        runner = self.draft_model_runner.decode_cuda_graph_runner
+        if not isinstance(runner, DecodeCudaGraphRunner):
+            return  # graphs are off: what runs eagerly takes any width
         # A graph of another width would never be replayed, and the drafter would run eagerly without a word.
         if runner.captured_req_width != self.block_size:
             raise RuntimeError(
