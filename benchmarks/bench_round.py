@@ -53,22 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     contexts = len(args.context) > 1
     table = decode.pivot(rows, lambda r: f"{r['ms_per_round']:.2f} ({r['p20_ms']:.2f}-{r['p80_ms']:.2f})", contexts)
     rates = decode.pivot(rows, lambda r: f"{r['committed_per_round']:.2f}", contexts)
-    report.Report(
+    return decode.write_report(
+        args,
+        rows,
+        settings,
+        complete,
         title="Milliseconds per round",
         notes=[
             "Median of blocks of rounds (20th-80th percentile), every request decoding; simulated acceptance, "
             f"prompts of {', '.join(map(str, args.context))} tokens.",
         ],
         tables=[table, "Committed tokens per round, forced:\n\n" + rates],
-        model=decode.model_of(args),
-        rows=rows,
-        settings=settings,
         verdicts=targets(rows),
         y_name="ms per round",
         y_key="ms_per_round",
-        smoke=args.smoke,
-    ).write(args.out, args.commit)
-    return 0 if complete else 1
+    )
 
 
 if __name__ == "__main__":

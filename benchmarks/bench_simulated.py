@@ -18,7 +18,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from serving_bench import decode, report, servers
+from serving_bench import decode, servers
 from serving_bench.report import Rows, Verdict
 
 REQUESTS = [1, 8, 32]
@@ -60,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     speed = decode.pivot(rows, lambda r: f"{r['tokens_per_s']:.0f}", contexts)
     rates = decode.pivot(rows, lambda r: f"{r['forced_rate']:.2f} ({r['committed_per_round']:.2f})", contexts)
     times = decode.pivot(rows, lambda r: f"{r['mean_ms']:.2f}", contexts)
-    report.Report(
+    return decode.write_report(
+        args,
+        rows,
+        settings,
+        complete,
         title="Simulated tokens per second",
         notes=[
             "SIMULATED acceptance at recorded rates, real round times. Output tokens per second of all requests "
@@ -72,15 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Committed tokens per round, forced (measured):\n\n" + rates,
             "Mean ms per round:\n\n" + times,
         ],
-        model=decode.model_of(args),
-        rows=rows,
-        settings=settings,
         verdicts=targets(rows),
         y_name="simulated tokens/s, all requests",
         y_key="tokens_per_s",
-        smoke=args.smoke,
-    ).write(args.out, args.commit)
-    return 0 if complete else 1
+    )
 
 
 if __name__ == "__main__":

@@ -15,41 +15,32 @@ candidates, builds with a heap in Python and uploads its trees, so its sample is
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib.util
-import shlex
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 
 import torch
+from kernel_bench import (
+    L2_FLUSH_BYTES,
+    capture,
+    conditions,
+    event_times,
+    load,
+    need_gpu,
+    spread,
+    write_results,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "sglang.srt.speculative"
-L2_FLUSH_BYTES = 256 << 20
 HEAP_SECONDS = 3.0
 
 
-def load(name: str) -> ModuleType:
-    """A module of python/sglang/srt/speculative by its path: the trees need no SGLang, nor does this."""
-    full_name = f"{PACKAGE}.{name}"
-    if full_name not in sys.modules:
-        path = ROOT / "python" / PACKAGE.replace(".", "/") / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(full_name, path)
-        assert spec is not None and spec.loader is not None, f"no module at {path}"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full_name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[full_name]
-
-
-utils = load("ddtree_utils")
-kernels = load("ddtree_kernels")
+PACKAGE = "sglang.srt.speculative"
+# By path and under the names that they import each other by: the trees need no SGLang, nor does this.
+utils, kernels = (
+    load(f"{PACKAGE}.{name}", f"python/sglang/srt/speculative/{name}.py") for name in ("ddtree_utils", "ddtree_kernels")
+)
 
 
 @dataclass(frozen=True)
@@ -201,21 +192,6 @@ def check_agreement(x: Inputs) -> None:
                 )
 
 
-def capture(run: Callable[[], object], inner: int) -> torch.cuda.CUDAGraph:
-    """`inner` runs as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            run()
-    return graph
-
-
 def measure(run: Callable[[], object], samples: int, per_sample: int, flush: torch.Tensor | None) -> list[float]:
     """Microseconds per round of each sample, in ascending order; stops early at HEAP_SECONDS if it is that slow."""
     warm_until = time.perf_counter() + 0.2
@@ -225,25 +201,13 @@ def measure(run: Callable[[], object], samples: int, per_sample: int, flush: tor
         if i >= 1 and time.perf_counter() > warm_until:
             break
     torch.cuda.synchronize()
-    pairs = []
     begin = time.perf_counter()
-    for _ in range(samples):
-        if flush is not None:
-            flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        pairs.append((start, end))
-        if len(pairs) >= 5 and time.perf_counter() - begin > HEAP_SECONDS:
-            break
-    torch.cuda.synchronize()
-    return sorted(1000.0 * start.elapsed_time(end) / per_sample for start, end in pairs)
+    times = event_times(run, samples, flush, lambda taken: taken >= 5 and time.perf_counter() - begin > HEAP_SECONDS)
+    return [us / per_sample for us in times]
 
 
 def summary(way: str, mode: str, stage: str, x: Inputs, times: list[float]) -> Row:
-    low, high = (times[round(q * (len(times) - 1))] for q in (0.2, 0.8))
-    return Row(way, mode, stage, x.ids.shape[0], x.budget, statistics.median(times), low, high, len(times))
+    return Row(way, mode, stage, x.ids.shape[0], x.budget, *spread(times), len(times))
 
 
 def bench(x: Inputs, args: argparse.Namespace, flush: torch.Tensor | None) -> list[Row]:
@@ -258,32 +222,20 @@ def bench(x: Inputs, args: argparse.Namespace, flush: torch.Tensor | None) -> li
         ("torch", "round", lambda: torch_round(x)),
         ("torch", "build", lambda: torch_build(x)),
     ):
-        graph = capture(run, inner)
+
+        def several(run: Callable[[], object] = run) -> None:
+            for _ in range(inner):
+                run()
+
+        graph = capture(several, run, 3)
         rows.append(summary(way, "graph", stage, x, measure(graph.replay, args.samples, inner, flush)))
         del graph
         if stage == "round":
-
-            def eager(run: Callable[[], object] = run) -> None:
-                for _ in range(inner):
-                    run()
-
-            rows.append(summary(way, "eager", stage, x, measure(eager, args.samples, inner, flush)))
+            rows.append(summary(way, "eager", stage, x, measure(several, args.samples, inner, flush)))
     rows.append(
         summary("host heap", "eager", "round", x, measure(lambda: heap_round(x), min(args.samples, 50), 1, flush))
     )
     return rows
-
-
-def conditions() -> str:
-    import triton
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    return (
-        f"{torch.cuda.get_device_name()}; torch {torch.__version__}, triton {triton.__version__}; commit {commit}; "
-        f"`{shlex.join(['python', 'benchmarks/bench_tree.py', *sys.argv[1:]])}`"
-    )
 
 
 def markdown(rows: list[Row], head: str) -> str:
@@ -341,8 +293,7 @@ def main() -> int:
     parser.add_argument("--flush-l2", action="store_true", help="clear the L2 cache before every sample")
     parser.add_argument("--out", type=Path, required=True, help="results are OUT.csv, OUT.md and OUT.png")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_tree.py measures GPU time: it needs a CUDA device, and torch finds none.")
+    need_gpu("bench_tree.py")
 
     grid = [
         make_inputs(requests, budget, args.block_size, args.topk, "cuda")
@@ -354,16 +305,7 @@ def main() -> int:
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda") if args.flush_l2 else None
     rows = [row for x in grid for row in bench(x, args, flush)]
 
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([f.name for f in fields(Row)])
-        writer.writerows(astuple(row) for row in rows)
-    text = markdown(rows, conditions())
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
-    if not plot(rows, args.out.with_suffix(".png"), torch.cuda.get_device_name()):
-        print("No PNG: matplotlib is not installed.")
+    write_results(args.out, Row, rows, markdown(rows, conditions("bench_tree.py")), plot)
     return 0
 
 

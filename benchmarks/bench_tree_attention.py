@@ -22,36 +22,28 @@ what is read and what is written.
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib.util
 import random
-import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
+from kernel_bench import (
+    L2_FLUSH_BYTES,
+    capture,
+    conditions,
+    event_times,
+    load,
+    need_gpu,
+    spread,
+    write_results,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("tree", "sglang", "flashinfer", "torch")
-L2_FLUSH_BYTES = 256 << 20
 # Bounds on |way - float32| / max |float32|: weights and results are rounded to 8 bits, products of float32 to 10.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-3}
-
-
-def load(name: str, path: str) -> ModuleType:
-    """A module by its path, so that the overlay need not be laid."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / path)
-        assert spec is not None and spec.loader is not None, f"no module at {path}"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 kernel = load("triton_tree_mask", "python/sglang/srt/layers/attention/triton_tree_mask.py")
@@ -322,36 +314,11 @@ def check_agreement(cell: Cell, name: str, way: Way) -> None:
             )
 
 
-def capture(run: Callable[[int], None], layers: int) -> torch.cuda.CUDAGraph:
-    """One call per layer as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run(0)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(layers):
-            run(layer)
-    return graph
-
-
 def measure(run: Callable[[], object], samples: int, flush: torch.Tensor | None) -> list[float]:
     """Microseconds of each sample, ascending."""
     for _ in range(3):
         run()
-    pairs = []
-    for _ in range(samples):
-        if flush is not None:
-            flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return sorted(1000.0 * start.elapsed_time(end) for start, end in pairs)
+    return event_times(run, samples, flush)
 
 
 def copy_bandwidth(gib: float, samples: int) -> float:
@@ -377,10 +344,14 @@ def bench_cell(cell: Cell, args: argparse.Namespace, copy_gbs: float, flush: tor
             left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
         check_agreement(cell, name, way)
-        graph = capture(way.run, layers)
+
+        def every_layer(run: Callable[[int], None] = way.run) -> None:
+            for layer in range(layers):
+                run(layer)
+
+        graph = capture(every_layer, lambda run=way.run: run(0), 2)
         times = [us / layers for us in measure(graph.replay, args.samples, flush)]
-        low, high = (times[round(q * (len(times) - 1))] for q in (0.2, 0.8))
-        median = statistics.median(times)
+        median, low, high = spread(times)
         bandwidth = cell.kv_bytes / median / 1000
         tiles = astuple(way.tiles) if isinstance(way, TreeWay) else (0, 0, 0, 0)
         parts = way.parts if isinstance(way, TreeWay) else 1
@@ -396,15 +367,9 @@ def layers_that_fit(shape: Shape, requests: int, context: int, nodes: int, wante
     return min(wanted, (room - 2 * one) // (2 * one))
 
 
-def conditions(copy_gbs: float, shape: Shape, left_out: dict[str, str]) -> str:
-    import triton
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+def head(copy_gbs: float, shape: Shape, left_out: dict[str, str]) -> str:
     lines = [
-        f"{torch.cuda.get_device_name()}; torch {torch.__version__}, triton {triton.__version__}; commit {commit}; "
-        f"`{shlex.join(['python', 'benchmarks/bench_tree_attention.py', *sys.argv[1:]])}`",
+        conditions("bench_tree_attention.py"),
         "",
         f"{shape.heads} query heads, {shape.kv_heads} KV heads, head dimension {shape.head_dim}, {shape.dtype}; "
         f"a large copy reads and writes {copy_gbs:.0f} GB/s.",
@@ -500,8 +465,7 @@ def main() -> int:
     parser.add_argument("--min-split", type=int, default=kernel.MIN_SPLIT, help="keys")
     parser.add_argument("--out", type=Path, required=True, help="results are OUT.csv, OUT.md and OUT.png")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_tree_attention.py measures GPU time: it needs a CUDA device, and torch finds none.")
+    need_gpu("bench_tree_attention.py")
 
     shape = Shape(args.heads, args.kv_heads, args.head_dim, getattr(torch, args.dtype))
     copy_gbs = copy_bandwidth(args.copy_gib, args.samples)
@@ -520,16 +484,7 @@ def main() -> int:
                 cell = Cell(shape, requests, context, nodes, layers, "cuda")
                 rows += bench_cell(cell, args, copy_gbs, flush, left_out)
 
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([f.name for f in fields(Row)])
-        writer.writerows(astuple(row) for row in rows)
-    text = markdown(rows, conditions(copy_gbs, shape, left_out))
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
-    if not plot(rows, args.out.with_suffix(".png"), torch.cuda.get_device_name()):
-        print("No PNG: matplotlib is not installed.")
+    write_results(args.out, Row, rows, markdown(rows, head(copy_gbs, shape, left_out)), plot)
     return 0
 
 

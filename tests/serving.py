@@ -17,7 +17,16 @@ sys.path.insert(0, str(HERE.parent / "scripts"))
 
 from launcher import HOST, ServerProcess, free_port  # noqa: E402
 
-__all__ = ["GPU_ENVIRONMENT", "HERE", "Server", "committed_per_round", "environment", "free_port", "output_ids"]
+__all__ = [
+    "GPU_ENVIRONMENT",
+    "HERE",
+    "Server",
+    "accepted_drafts_histogram",
+    "committed_per_round",
+    "environment",
+    "free_port",
+    "output_ids",
+]
 
 START_TIMEOUT_S = 300
 # Float32 on a GPU: PyTorch's operators where SGLang's kernels know 16-bit numbers alone, and no rounding of
@@ -116,3 +125,9 @@ def committed_per_round(answers: Sequence[dict[str, Any]]) -> float:
     rounds = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     drafts = sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in answers)
     return (drafts + rounds) / rounds
+
+
+def accepted_drafts_histogram(answer: dict[str, Any]) -> dict[int, int]:
+    """Rounds by number of accepted drafts."""
+    counts = answer["meta_info"]["spec_correct_drafts_histogram"]
+    return {drafts: rounds for drafts, rounds in enumerate(counts) if rounds}

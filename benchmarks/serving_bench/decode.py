@@ -247,3 +247,11 @@ def run(
     )
     settings = {mode: record.settings for mode, record in records.items()}
     return result_rows(plans, records, errors), settings, not errors
+
+
+def write_report(args: argparse.Namespace, rows: Any, settings: Any, complete: bool, **shown: Any) -> int:
+    """Write the report of a decode benchmark; returns the exit code. ``shown``: what `report.Report` asks besides."""
+    report.Report(model=model_of(args), rows=rows, settings=settings, smoke=args.smoke, **shown).write(
+        args.out, args.commit
+    )
+    return 0 if complete else 1

@@ -132,6 +132,11 @@ def _spec_metrics_hook(
         complete_meta_info(config_of(self.server_args), meta_info)
 
 
+GRAMMAR_HOOKS: dict[str, Callable[..., Any]] = {
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": _grammar_mask_hook,
+    "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask": _grammar_bitmask_hook,
+}
+
 _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.mem_cache.allocation_sizing.get_alloc_len_per_decode": _alloc_len_hook,
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": _row_headroom_hook,
@@ -139,8 +144,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": _dummy_verify_input_hook,
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": _image_inputs_hook,
     "sglang.srt.managers.scheduler.Scheduler.get_init_info": _init_info_hook,
-    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": _grammar_mask_hook,
-    "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask": _grammar_bitmask_hook,
+    **GRAMMAR_HOOKS,
     f"{_RESULTS}.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": _resolve_tokens_hook,
     f"{_RESULTS}.SchedulerBatchResultProcessor._apply_decode_logprobs": _decode_logprobs_hook,
 }

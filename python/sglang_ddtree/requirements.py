@@ -4,6 +4,7 @@ Two stages: :func:`check_fields` looks at the arguments as given, before SGLang 
 first error names what the user typed; :func:`check_models` looks at the two checkpoints.
 """
 
+import dataclasses
 import logging
 import os
 from types import SimpleNamespace
@@ -256,16 +257,8 @@ def describe(config: DDTreeConfig, target: Any) -> dict[str, Any]:
     ``exact`` is False only where an unsafe flag lets a tree run over recurrent layers.
     """
     unsafe = config.allow_hybrid_unsafe and not config.shadow_linear and recurrent_layer_type(target) is not None
-    return {
-        "budget": config.budget,
-        "topk_cap": config.topk_cap,
-        "block_size": config.block_size,
-        "verify_width": config.verify_width,
-        "max_depth": config.max_depth,
-        "shadow_linear": config.shadow_linear,
-        "allow_hybrid_unsafe": config.allow_hybrid_unsafe,
-        "exact": not unsafe,
-    }
+    derived = {"verify_width": config.verify_width, "max_depth": config.max_depth, "exact": not unsafe}
+    return {**dataclasses.asdict(config), **derived}
 
 
 def load_draft_config(server_args: Any) -> Any:

@@ -11,15 +11,11 @@ import threading
 
 import pytest
 from pairs import BLOCK_SIZE, CONTEXT, DEVICE_ROUND, Pair
+from serving import accepted_drafts_histogram as histogram
 from serving import output_ids
 
 DEPTH = BLOCK_SIZE - 1
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"0123456789 " * 12)]
-
-
-def histogram(answer: dict) -> dict[int, int]:
-    counts = answer["meta_info"]["spec_correct_drafts_histogram"]
-    return {drafts: rounds for drafts, rounds in enumerate(counts) if rounds}
 
 
 def test_the_round_is_the_devices(qwen3: Pair) -> None:

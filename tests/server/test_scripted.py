@@ -5,18 +5,13 @@ Besides the tokens, the histogram of accepted drafts shows that the intended pat
 
 import pytest
 from pairs import BLOCK_SIZE, Pair, running_servers
+from serving import accepted_drafts_histogram as histogram
 from serving import output_ids
 
 DEPTH = BLOCK_SIZE - 1
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"x"), list(b"0123456789 " * 6)]
 # A script proposes the transformers continuation; requests run to their length, whatever they say.
 LENGTH = dict(max_new_tokens=41, ignore_eos=True)
-
-
-def histogram(answer: dict) -> dict[int, int]:
-    """Rounds by number of accepted drafts."""
-    counts = answer["meta_info"]["spec_correct_drafts_histogram"]
-    return {drafts: rounds for drafts, rounds in enumerate(counts) if rounds}
 
 
 def check(pair: Pair, ranks: list[list[int]], rounds: dict[int, int], **sampling) -> None:

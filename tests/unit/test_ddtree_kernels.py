@@ -6,23 +6,19 @@ of time for several GPUs, and tests them on a CUDA device (marker `gpu`).
 """
 
 import math
-import os
-import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from _kernels import DEVICE, INTERPRETED, assert_passes_in_the_interpreter, compile_for
 from _load import load, load_ddtree_utils
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = [] if INTERPRETED else [pytest.mark.gpu]
 GARBAGE = -0x5A5A5A5A
 UTILS_NAME = "sglang.srt.speculative.ddtree_utils"
@@ -558,18 +554,14 @@ if not INTERPRETED:
 
     @pytest.mark.parametrize("arch", [80, 90, 100, 120])
     def test_kernels_compile_ahead_of_time(arch, tmp_path, monkeypatch):
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
         # An own cache, or an earlier compilation would be found.
         monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+
+        def type_of(arg):
+            return TYPES.get(arg, "*i64" if arg.endswith("_out") or arg == "seq_lens" else "i32")
+
         for name, kernel, constants, warps in kernel_cases():
-            signature = {}
-            for arg in kernel.arg_names:
-                pointer = TYPES.get(arg, "*i64" if arg.endswith("_out") or arg == "seq_lens" else "i32")
-                signature[arg] = "constexpr" if arg in constants else pointer
-            source = ASTSource(kernel, signature=signature, constexprs=constants)
-            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+            compiled = compile_for(arch, kernel, constants, type_of, num_warps=warps)
             assert compiled.asm["cubin"], name
             # A flushed subnormal would make scores tie that do not.
             assert ".ftz" not in compiled.asm["ptx"], name
@@ -578,10 +570,4 @@ if not INTERPRETED:
                 assert compiled.asm["ptx"].count("redux.sync.min.s32") == 2, name
 
     def test_the_kernels_in_the_interpreter():
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        root = Path(__file__).resolve().parents[2]
-        run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
-        summary = run.stdout.strip().splitlines()[-1:]
-        assert run.returncode == 0, run.stdout[-10_000:] + run.stderr[-2_000:]
-        assert "passed" in summary[0] and "skipped" not in summary[0], summary
+        assert_passes_in_the_interpreter(__file__)

@@ -5,20 +5,16 @@ once with that variable, compiles the kernels ahead of time for several GPUs, an
 """
 
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from _kernels import DEVICE, INTERPRETED, assert_passes_in_the_interpreter, compile_for
 from _load import load
 
 triton = pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = [] if INTERPRETED else [pytest.mark.gpu]
 
 FOLDER = "python/sglang/srt/speculative"
@@ -231,25 +227,15 @@ if not INTERPRETED:
 
     @pytest.mark.parametrize("arch", [80, 90, 100, 120])
     def test_kernels_compile_ahead_of_time(arch, tmp_path, monkeypatch):
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
         monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
         types = {"values": "*fp32", "ids": "*i64", "lse": "*fp32"}
         types |= {"values_out": "*fp32", "ids_out": "*i64", "lse_out": "*fp32"}
         for name, kernel, constants, own, warps in kernel_cases():
-            signature = {
-                arg: "constexpr" if arg in constants else (types | own).get(arg, "i32") for arg in kernel.arg_names
-            }
-            source = ASTSource(kernel, signature=signature, constexprs=constants)
-            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+            kinds = types | own
+            compiled = compile_for(
+                arch, kernel, constants, lambda arg, kinds=kinds: kinds.get(arg, "i32"), num_warps=warps
+            )
             assert compiled.asm["cubin"], name
 
     def test_the_kernels_in_the_interpreter():
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        root = Path(__file__).resolve().parents[2]
-        run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
-        summary = run.stdout.strip().splitlines()[-1:]
-        assert run.returncode == 0, run.stdout[-10_000:] + run.stderr[-2_000:]
-        assert "passed" in summary[0] and "skipped" not in summary[0], summary
+        assert_passes_in_the_interpreter(__file__)

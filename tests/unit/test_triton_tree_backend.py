@@ -4,15 +4,13 @@ As in test_triton_tree_mask.py: with TRITON_INTERPRET=1 on the CPU, which a plai
 """
 
 import math
-import os
 import random
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from _kernels import DEVICE, INTERPRETED, assert_passes_in_the_interpreter
 from test_torch_tree_mask import binary, chain, depths_of, random_tree, star, visible_of
 
 pytest.importorskip("triton")
@@ -29,9 +27,6 @@ from sglang.srt.layers.attention.triton_tree_backend import (  # noqa: E402
 )
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 
 HEADS, KV_HEADS, DIM, NODES = 4, 2, 64, 7
 CONTEXT, ROWS, SLOTS = 400, 6, 1200
@@ -571,10 +566,4 @@ if not INTERPRETED:
             assert bool(out.isfinite().all())
 
     def test_the_backend_in_the_interpreter():
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        root = Path(__file__).resolve().parents[2]
-        run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=800)
-        summary = run.stdout.strip().splitlines()[-1:]
-        assert run.returncode == 0, run.stdout[-10_000:] + run.stderr[-2_000:]
-        assert "passed" in summary[0] and "skipped" not in summary[0], summary
+        assert_passes_in_the_interpreter(__file__, timeout=800)

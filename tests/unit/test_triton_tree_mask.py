@@ -7,23 +7,17 @@ GPUs, and tests them on a CUDA device (marker `gpu`).
 
 import itertools
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from _kernels import DEVICE, INTERPRETED, assert_passes_in_the_interpreter, compile_for
 from _load import load, load_ddtree_utils
 from test_torch_tree_mask import TREES, ancestors, chain, depths_of, random_tree, star, visible_of
 
 triton = pytest.importorskip("triton")
 
 from sglang.srt.layers.attention.torch_tree_mask import tree_attention as reference  # noqa: E402
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 
 m = load("triton_tree_mask", "python/sglang/srt/layers/attention/triton_tree_mask.py")
 u = load_ddtree_utils()
@@ -582,19 +576,18 @@ if not INTERPRETED:
     }
     SCALES = ("scaling", "logit_cap", "k_scale", "v_scale")
 
-    def compile_for(arch, kernel, constants, pointers, **options):
-        """Compile with the alignment that SGLang's tensors have."""
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+    def compile_aligned(arch, kernel, constants, pointers, **options):
+        """With the alignment that SGLang's tensors have."""
 
-        signature, attributes = {}, {}
-        for i, arg in enumerate(kernel.arg_names):
-            kind = pointers.get(arg, "fp32" if arg in SCALES else "i32")
-            signature[arg] = "constexpr" if arg in constants else kind
-            if arg not in constants and (kind.startswith("*") or arg.endswith("stride")):
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        def type_of(arg):
+            return pointers.get(arg, "fp32" if arg in SCALES else "i32")
+
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, arg in enumerate(kernel.arg_names)
+            if arg not in constants and (type_of(arg).startswith("*") or arg.endswith("stride"))
+        }
+        return compile_for(arch, kernel, constants, type_of, aligned, **options)
 
     def attention_cases(arch):
         """Rows, head dimensions, dtype, the cache's dtype, window, cap, sinks."""
@@ -630,7 +623,7 @@ if not INTERPRETED:
             pointers = POINTERS | dict.fromkeys(("q_at", "k_tree", "v_tree", "out", "sinks"), TYPES[dtype])
             pointers |= dict.fromkeys(("k_cache", "v_cache"), TYPES[cache or dtype])
             options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-            compiled = compile_for(arch, m._attention_kernel, constants, pointers, **options)
+            compiled = compile_aligned(arch, m._attention_kernel, constants, pointers, **options)
             case = f"{rows} rows, {dim}/{v_dim}, {dtype}, cache {cache}, {tiles}"
             assert compiled.asm["cubin"], case
             assert compiled.metadata.shared <= limit, f"{case}: {compiled.metadata.shared} bytes"
@@ -642,17 +635,13 @@ if not INTERPRETED:
         for rows in (1, 16):
             constants = dict(GROUP=4, DV=128, BLOCK_DV=128, ROWS=rows, SPLITS=16 // rows)
             pointers = POINTERS | {"out": "*bf16"}
-            assert compile_for(arch, m._merge_kernel, constants, pointers, num_warps=4).asm["cubin"]
+            assert compile_aligned(arch, m._merge_kernel, constants, pointers, num_warps=4).asm["cubin"]
         # SGLang's qo_indptr is of 64 bits under CUDA graphs and of 32 eagerly.
         for block, kind in itertools.product((32, 64, 256), ("*i64", "*i32")):
             pointers = POINTERS | {"qo_indptr": kind}
-            assert compile_for(arch, m._plan_kernel, dict(BLOCK=block, ITEMS=16), pointers, num_warps=4).asm["cubin"]
+            assert compile_aligned(arch, m._plan_kernel, dict(BLOCK=block, ITEMS=16), pointers, num_warps=4).asm[
+                "cubin"
+            ]
 
     def test_the_kernels_in_the_interpreter():
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        root = Path(__file__).resolve().parents[2]
-        run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=800)
-        summary = run.stdout.strip().splitlines()[-1:]
-        assert run.returncode == 0, run.stdout[-10_000:] + run.stderr[-2_000:]
-        assert "passed" in summary[0] and "skipped" not in summary[0], summary
+        assert_passes_in_the_interpreter(__file__, timeout=800)

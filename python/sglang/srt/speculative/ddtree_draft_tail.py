@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from sglang.srt.speculative.ddtree_topk import local_vocabulary, topk_logprobs
+from sglang.srt.speculative.ddtree_topk_kernels import chunk_topk, merge_chunks
 
 
 def pack(values: torch.Tensor, ids: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -47,8 +48,6 @@ def device_topk_logprobs(
     Nothing waits for the device, so that a CUDA graph may hold it. Of equal logits the lower id comes first, on every
     rank the same.
     """
-    from sglang.srt.speculative.ddtree_topk_kernels import chunk_topk, merge_chunks
-
     weight, start = local_vocabulary(lm_head)
     logits = torch.matmul(hidden.to(weight.dtype), weight.T)
     parts = chunk_topk(logits, k, start)

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from sglang.srt.speculative import ddtree_kernels
 from sglang.srt.speculative.ddtree_utils import (
     CommitPlan,
     DraftTree,
@@ -91,19 +92,13 @@ class DeviceRound(TorchRound):
         budget: int,
         seq_lens: torch.Tensor,
     ) -> RoundTree:
-        from sglang.srt.speculative import ddtree_kernels
-
         tree = ddtree_kernels.build_trees(bonus_tokens, ids, logprobs, budget, seq_lens=seq_lens)
         return RoundTree(tree, tree.positions, tree.ancestor_bits)
 
     def tree_mask(self, tree: RoundTree) -> torch.Tensor:
-        from sglang.srt.speculative import ddtree_kernels
-
         return ddtree_kernels.visible_mask(tree.ancestor_bits).view(-1)
 
     def full_mask(self, tree: RoundTree, seq_lens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        from sglang.srt.speculative import ddtree_kernels
-
         return ddtree_kernels.full_mask(tree.ancestor_bits, seq_lens, out=out)
 
     def commit(
@@ -114,8 +109,6 @@ class DeviceRound(TorchRound):
         seq_lens: torch.Tensor,
         slots: torch.Tensor,
     ) -> tuple[WalkResult, CommitPlan]:
-        from sglang.srt.speculative import ddtree_kernels
-
         walk: Any = ddtree_kernels.walk_trees(
             tree.tree.tokens, tree.tree.parents, choices, max_depth, seq_lens=seq_lens, slots=slots
         )
