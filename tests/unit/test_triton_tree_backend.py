@@ -4,6 +4,7 @@ As in test_triton_tree_mask.py: with TRITON_INTERPRET=1 on the CPU, which a plai
 """
 
 import math
+import os
 import random
 import sys
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from _kernels import DEVICE, INTERPRETED, assert_passes_in_the_interpreter
 from test_torch_tree_mask import binary, chain, depths_of, random_tree, star, visible_of
 
 pytest.importorskip("triton")
+# SGLang's kernels leave the precision of float32 products to Triton, which rounds them to TF32 on a GPU.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 import sglang.srt.layers.attention.triton_backend as parent_module  # noqa: E402
 from sglang.srt.configs.model_config import AttentionArch  # noqa: E402
