@@ -29,6 +29,8 @@ RECORDED_RATES = {
     "ddtree-15": 4.013,
     "ddtree-31": 4.334,
     "ddtree-63": 4.606,
+    # It serves the chain.
+    "shadow-15": 3.223,
 }
 RECORDED = "recorded"
 DEFAULT_BUDGETS = [7, 15, 31, 63]
@@ -62,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser, name: str, requests: Sequence
     parser.add_argument("--out", type=Path, default=Path("results") / name, help="results are OUT.csv, .md and .png")
     parser.add_argument("--requests", nargs="+", type=int, default=list(requests), help="running at once")
     parser.add_argument("--budgets", nargs="+", type=int, default=DEFAULT_BUDGETS, help="of DDTREE")
-    parser.add_argument("--only", nargs="+", metavar="MODE", help="of plain, dflash-WIDTH, ddtree-BUDGET")
+    parser.add_argument(
+        "--only", nargs="+", metavar="MODE", help="of plain, dflash-WIDTH, ddtree-BUDGET, shadow-BUDGET"
+    )
     parser.add_argument("--context", nargs="+", type=int, default=[128], help="tokens in a prompt")
     parser.add_argument("--topk-cap", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=128, help="per repetition")
@@ -122,11 +126,12 @@ def plans_for(args: argparse.Namespace, modes: Sequence[str], accept_length: str
     for mode in modes:
         rate = rate_of(mode, accept_length)
         kind, number = servers.kind_of(mode)
-        width = {PLAIN: 1, "dflash": number, "ddtree": number + 1}[kind]
+        width = {PLAIN: 1, "dflash": number, "ddtree": number + 1, "shadow": shape.block_size}[kind]
         tokens = tokens_per_request(args.rounds, rate, most)
         # Twice the tokens: the prefix cache keeps those of the repetition before, and nothing is evicted while the
-        # clock runs. Later ones repeat them, since a forced acceptance commits the same token again and again.
-        slots = max(args.context) + 2 * tokens + reserve_per_request(width, shape.block_size)
+        # clock runs. Later ones repeat them, since a forced acceptance commits the same token again and again. Once
+        # more for the scheduler, which lets a request wait rather than risk that the pool runs out.
+        slots = max(args.context) + 3 * tokens + reserve_per_request(width, shape.block_size)
         flags = [
             *("--model-path", str(target), "--load-format", "dummy", "--skip-tokenizer-init"),
             *servers.common_flags(dtype, most, args.backend),

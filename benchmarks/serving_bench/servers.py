@@ -24,7 +24,7 @@ PLAIN = "plain"
 
 
 def kind_of(mode: str) -> tuple[str, int]:
-    """ "plain", "dflash-WIDTH" or "ddtree-BUDGET" in its two parts; 0 stands for "plain" alone.
+    """ "plain", "dflash-WIDTH", "ddtree-BUDGET" or "shadow-BUDGET" in its two parts; 0 stands for "plain" alone.
 
     Raises:
         ValueError: it is none of them.
@@ -32,9 +32,9 @@ def kind_of(mode: str) -> tuple[str, int]:
     kind, _, number = mode.partition("-")
     if mode == PLAIN:
         return PLAIN, 0
-    if kind in ("dflash", "ddtree") and number.isdigit() and int(number) > 0:
+    if kind in ("dflash", "ddtree", "shadow") and number.isdigit() and int(number) > 0:
         return kind, int(number)
-    raise ValueError(f"a mode is plain, dflash-WIDTH or ddtree-BUDGET, got {mode!r}.")
+    raise ValueError(f"a mode is plain, dflash-WIDTH, ddtree-BUDGET or shadow-BUDGET, got {mode!r}.")
 
 
 def label(mode: str) -> str:
@@ -44,6 +44,7 @@ def label(mode: str) -> str:
         PLAIN: "no speculation",
         "dflash": f"DFLASH, width {number}",
         "ddtree": f"DDTREE, budget {number}",
+        "shadow": f"DDTREE, shadow-linear, budget {number}",
     }[kind]
 
 
@@ -73,9 +74,12 @@ def mode_flags(mode: str, drafter: Path, topk_cap: int) -> list[str]:
     kind, number = kind_of(mode)
     if kind == PLAIN:
         return []
-    flags = ["--speculative-algorithm", kind.upper(), "--speculative-draft-model-path", str(drafter)]
+    algorithm = "DFLASH" if kind == "dflash" else "DDTREE"
+    flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(drafter)]
     if kind == "dflash":
         return [*flags, "--speculative-dflash-block-size", str(number)]
+    if kind == "shadow":
+        flags.append("--speculative-ddtree-shadow-linear")
     return [*flags, "--speculative-ddtree-budget", str(number), "--speculative-ddtree-topk-cap", str(topk_cap)]
 
 

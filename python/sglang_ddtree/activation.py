@@ -231,6 +231,6 @@ def activate() -> None:
     _divide_accept_rate_by_depth()
     if not requirements.has_gpu():
         _use_torch_tree_mask()
-    if requirements.uses_tree_attention():
+    if requirements.device_round():
         _use_triton_tree_mask()
     _active = True

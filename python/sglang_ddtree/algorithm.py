@@ -8,7 +8,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ddtree import compat, requirements
-from sglang_ddtree.flags import ALGORITHM, DEVICE_ROUND_VARIABLE, config_of, device_round
+from sglang_ddtree.flags import ALGORITHM, config_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         if server_args.enable_mixed_chunk:
             server_args.enable_mixed_chunk = False
             logger.warning("DDTREE: mixed chunked prefill is switched off.")
-        _resolve_graphs_and_overlap(server_args)
+        _resolve_overlap(server_args)
         if config.shadow_linear:
             logger.info(
                 "DDTREE: shadow-linear mode is enabled: the chain is served, trees of budget %d are only counted.",
@@ -95,13 +95,8 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return super().create_worker(server_args)
 
 
-def _resolve_graphs_and_overlap(server_args: Any) -> None:
-    """Switch off what this round cannot use, with a line in the log."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-
-    if not device_round() and server_args.cuda_graph_config.decode.backend != Backend.DISABLED:
-        server_args.cuda_graph_config.decode.backend = Backend.DISABLED
-        logger.warning("DDTREE: decode CUDA graphs are switched off; %s=1 keeps them.", DEVICE_ROUND_VARIABLE)
+def _resolve_overlap(server_args: Any) -> None:
+    """Switch overlap scheduling off where it cannot be had, with a line in the log."""
     if not server_args.disable_overlap_schedule and not requirements.can_overlap({"device": server_args.device}):
         server_args.disable_overlap_schedule = True
         logger.warning("DDTREE: overlap scheduling is switched off.")

@@ -10,7 +10,6 @@ import argparse
 import contextvars
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,16 +19,6 @@ MAX_BUDGET = 256
 # The most candidates per position that the device kernels hold.
 MAX_TOPK = 64
 _PREFIX = "speculative_ddtree_"
-DEVICE_ROUND_VARIABLE = "SGLANG_DDTREE_DEVICE_ROUND"
-
-
-def device_round() -> bool:
-    """Whether rounds stay on the device: Triton kernels between the forwards, CUDA graphs, overlap scheduling.
-
-    Off unless SGLANG_DDTREE_DEVICE_ROUND=1: on a CPU Triton can only be interpreted, and on a GPU this path has not
-    been checked against no speculation yet.
-    """
-    return os.environ.get(DEVICE_ROUND_VARIABLE, "0").lower() in ("1", "true")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_ddtree import cpu
-from sglang_ddtree.flags import DDTreeConfig, FlagError, device_round, flag_name
+from sglang_ddtree.flags import DDTreeConfig, FlagError, flag_name
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,15 @@ def is_sm120(gpu_id: int = 0) -> bool:
     """Whether this is a Blackwell workstation GPU (compute capability 12.x)."""
     import torch
 
-    cuda = torch.cuda.is_available() and torch.version.hip is None
-    return cuda and torch.cuda.get_device_capability(gpu_id)[0] == 12
+    return has_gpu() and torch.cuda.get_device_capability(gpu_id)[0] == 12
 
 
-def uses_tree_attention() -> bool:
-    """Whether ``triton`` is our own ancestor-mask attention: on SM120, and wherever rounds stay on the device."""
-    return device_round() or is_sm120()
+def device_round() -> bool:
+    """Whether Triton runs: kernels between the forwards, and ancestor-mask attention as the backend ``triton``.
+
+    On every GPU; without one only under Triton's interpreter (TRITON_INTERPRET=1), for tests.
+    """
+    return has_gpu() or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def on_cpu(fields: dict[str, Any]) -> bool:
@@ -47,7 +49,7 @@ def on_cpu(fields: dict[str, Any]) -> bool:
 
 def can_overlap(fields: dict[str, Any]) -> bool:
     """Whether scheduling may overlap with a round: on a CPU not even SGLang's own speculative algorithms do."""
-    return device_round() and not on_cpu(fields)
+    return not on_cpu(fields)
 
 
 def _device_type(fields: dict[str, Any]) -> str:

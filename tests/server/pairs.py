@@ -29,10 +29,8 @@ COMMON = (
 )
 
 
-# The round as a GPU runs it: kernels (interpreted where there is no GPU) and overlap scheduling.
-DEVICE_ROUND = {"SGLANG_DDTREE_DEVICE_ROUND": "1"}
-if not torch.cuda.is_available():
-    DEVICE_ROUND |= {"TRITON_INTERPRET": "1", "DDTREE_TEST_CPU_OVERLAP": "1"}
+# The round as a GPU runs it, where there is none: kernels that Triton interprets, and overlap scheduling.
+DEVICE_ROUND = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "DDTREE_TEST_CPU_OVERLAP": "1"}
 
 
 def greedy(target: Path, prompt: list[int], tokens: int) -> list[int]:

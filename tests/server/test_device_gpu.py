@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from pairs import BLOCK_SIZE, DEVICE_ROUND, Pair
+from pairs import BLOCK_SIZE, Pair
 from serving import output_ids
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def flags(graphs: bool, overlap: bool, page_size: str, backend: str) -> list[str
 @pytest.mark.parametrize("graphs, overlap, page_size", MODES)
 def test_graphs_overlap_and_pages(qwen3: Pair, graphs: bool, overlap: bool, page_size: str) -> None:
     name = f"gpu-{graphs}-{overlap}-{page_size}"
-    server = qwen3.server(name, *flags(graphs, overlap, page_size, "triton"), env=DEVICE_ROUND)
+    server = qwen3.server(name, *flags(graphs, overlap, page_size, "triton"))
     expected = qwen3.expected(PROMPTS, **LENGTH)
     for ranks in SCRIPTS.values():
         qwen3.script(**({"ranks": ranks} if ranks else {}))
@@ -51,9 +51,7 @@ def test_rounds_in_flight(qwen3: Pair) -> None:
     prompts = [list(b"%d and some more " % i * (1 + i % 5)) for i in range(60)]
     params = [dict(temperature=0, ignore_eos=True, max_new_tokens=3 + 7 * i % 40) for i in range(60)]
     body = {"input_ids": prompts, "sampling_params": params}
-    server = qwen3.server(
-        "gpu-flight", *flags(True, True, "16", "triton"), env={**DEVICE_ROUND, "DDTREE_TEST_SCRIPT": ""}
-    )
+    server = qwen3.server("gpu-flight", *flags(True, True, "16", "triton"), env={"DDTREE_TEST_SCRIPT": ""})
     expected = output_ids(qwen3.plain.post("/generate", body))
     for _ in range(3):
         assert output_ids(server.post("/generate", body)) == expected
@@ -62,7 +60,7 @@ def test_rounds_in_flight(qwen3: Pair) -> None:
 
 
 def test_a_round_never_waits_for_the_device(qwen3: Pair) -> None:
-    env = {**DEVICE_ROUND, "DDTREE_TEST_SYNC": "error"}
+    env = {"DDTREE_TEST_SYNC": "error"}
     server = qwen3.server("gpu-sync", *flags(True, True, "1", "triton"), env=env)
     qwen3.script()
     assert output_ids(server.generate(PROMPTS, **LENGTH)) == qwen3.expected(PROMPTS, **LENGTH)
@@ -72,7 +70,7 @@ def test_a_round_never_waits_for_the_device(qwen3: Pair) -> None:
 
 
 def test_a_number_read_back_would_be_noticed(qwen3: Pair) -> None:
-    env = {**DEVICE_ROUND, "DDTREE_TEST_SYNC": "item"}
+    env = {"DDTREE_TEST_SYNC": "item"}
     server = qwen3.server("gpu-item", *flags(True, True, "1", "triton"), env=env)
     qwen3.script()
     with pytest.raises(OSError):

@@ -70,12 +70,14 @@ def test_the_8b_shape_has_8b_parameters():
 
 @pytest.mark.parametrize("mode", ["dflash", "ddtree-", "ddtree-x", "ddtree-0", "eagle-3", "plain-1x", ""])
 def test_unknown_modes_are_refused(mode):
-    with pytest.raises(ValueError, match="a mode is plain, dflash-WIDTH or ddtree-BUDGET"):
+    with pytest.raises(ValueError, match="a mode is plain, dflash-WIDTH, ddtree-BUDGET or shadow-BUDGET"):
         servers.kind_of(mode)
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-@pytest.mark.parametrize("mode, algorithm", [("plain", None), ("dflash-8", "DFLASH"), ("ddtree-15", "DDTREE")])
+@pytest.mark.parametrize(
+    "mode, algorithm", [("plain", None), ("dflash-8", "DFLASH"), ("ddtree-15", "DDTREE"), ("shadow-15", "DDTREE")]
+)
 def test_sglang_knows_every_flag(mode, algorithm, gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "has_gpu", lambda: gpu)
     args = arguments(tmp_path)

@@ -211,24 +211,11 @@ def test_given_fields_are_kept(parse):
     assert parse("--enable-mixed-chunk").enable_mixed_chunk is False
 
 
-def test_graphs_and_overlap_are_switched_off_where_sglang_left_them_on():
-    decode = SimpleNamespace(backend="full")
-    server_args = SimpleNamespace(
-        cuda_graph_config=SimpleNamespace(decode=decode), disable_overlap_schedule=False, device="cuda"
-    )
-    algorithm._resolve_graphs_and_overlap(server_args)
-    assert decode.backend == Backend.DISABLED and server_args.disable_overlap_schedule is True
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_device_round_keeps_graphs_and_on_a_gpu_overlap(device, monkeypatch):
-    monkeypatch.setenv("SGLANG_DDTREE_DEVICE_ROUND", "1")
-    decode = SimpleNamespace(backend="full")
-    server_args = SimpleNamespace(
-        cuda_graph_config=SimpleNamespace(decode=decode), disable_overlap_schedule=False, device=device
-    )
-    algorithm._resolve_graphs_and_overlap(server_args)
-    assert decode.backend == "full" and server_args.disable_overlap_schedule is (device == "cpu")
+def test_overlap_is_switched_off_on_a_cpu_alone(device):
+    server_args = SimpleNamespace(disable_overlap_schedule=False, device=device)
+    algorithm._resolve_overlap(server_args)
+    assert server_args.disable_overlap_schedule is (device == "cpu")
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))], ids=["copy", "pickle"])

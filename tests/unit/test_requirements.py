@@ -26,9 +26,15 @@ SHADOW, UNSAFE = "--speculative-ddtree-shadow-linear", "--speculative-ddtree-all
 OWN_FLAGS = "Use --speculative-ddtree-budget and --speculative-ddtree-topk-cap."
 
 
+def pretend_gpu(monkeypatch, there=True):
+    """A Hopper GPU, or none."""
+    monkeypatch.setattr(requirements, "has_gpu", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu_id=0: (9, 0))
+
+
 @pytest.fixture(params=[True, False], ids=["gpu", "cpu"])
 def gpu(request, monkeypatch):
-    monkeypatch.setattr(requirements, "has_gpu", lambda: request.param)
+    pretend_gpu(monkeypatch, request.param)
     return request.param
 
 
@@ -124,10 +130,10 @@ def test_backends_of_the_other_device(field, gpu):
 
 
 def test_a_cpu_server_beside_a_gpu(monkeypatch):
-    monkeypatch.setattr(requirements, "has_gpu", lambda: True)
+    pretend_gpu(monkeypatch)
     message = refusal_of(device="cpu")
     assert "--device cpu" in message and "Hide the GPU" in message and "drop the flag" in message
-    monkeypatch.setattr(requirements, "has_gpu", lambda: False)
+    pretend_gpu(monkeypatch, there=False)
     assert passes(device="cpu")
 
 
@@ -179,7 +185,7 @@ def test_served(fields, gpu):
 
 
 def test_defaults_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(requirements, "has_gpu", lambda: False)
+    pretend_gpu(monkeypatch, there=False)
     expected = dict(attention_backend="torch_native", device="cpu", disable_overlap_schedule=True, page_size=1)
     assert requirements.defaults_for({}) == expected
     assert requirements.defaults_for({"device": "auto", "page_size": 1}) == {
@@ -189,7 +195,7 @@ def test_defaults_without_a_gpu(monkeypatch):
 
 
 def test_defaults_with_a_gpu(monkeypatch):
-    monkeypatch.setattr(requirements, "has_gpu", lambda: True)
+    pretend_gpu(monkeypatch)
     assert requirements.defaults_for({}) == {"attention_backend": "triton"}
     assert requirements.defaults_for({"attention_backend": "flashinfer"}) == {}
 
@@ -213,7 +219,6 @@ def test_triton_is_forced_on_sm120(given, sm120, caplog):
     assert chosen == {name: "triton" for name in (*ATTENTION_FLAGS, "speculative_draft_attention_backend")}
     forced = [record.message for record in caplog.records if "forced" in record.message]
     assert len(forced) == 1 and "SM120" in forced[0] and "CUDA 12.9" in forced[0]
-    assert requirements.uses_tree_attention()
     # Other refusals stand.
     assert "--pp-size" in refusal_of(**given, pp_size=2)
 
@@ -223,7 +228,6 @@ def test_triton_is_not_forced_elsewhere(capability, sm120, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu_id=0: capability)
     assert requirements.defaults_for({"attention_backend": "flashinfer"}) == {}
     assert "fa3" in refusal_of(attention_backend="fa3")
-    assert not requirements.uses_tree_attention()
 
 
 def test_sm120_gives_targets_and_chains_the_tree_kernel(sm120, monkeypatch):
@@ -234,21 +238,22 @@ def test_sm120_gives_targets_and_chains_the_tree_kernel(sm120, monkeypatch):
     assert TritonTreeMaskAttnBackend.tree_for_chains
 
 
-def test_the_tree_kernel_serves_triton_where_rounds_stay_on_the_device(monkeypatch):
-    assert not requirements.uses_tree_attention()
-    monkeypatch.setenv("SGLANG_DDTREE_DEVICE_ROUND", "1")
-    assert requirements.uses_tree_attention()
+def test_rounds_stay_on_every_gpu_and_in_the_interpreter(gpu, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert requirements.device_round() is gpu
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert requirements.device_round()
 
 
 @pytest.mark.parametrize("field", ATTENTION_FLAGS[1:])
 def test_one_phases_backend_leaves_no_other_to_sglang(field, monkeypatch):
     """On a Hopper GPU SGLang would pick fa3 for the phase that is left open."""
-    monkeypatch.setattr(requirements, "has_gpu", lambda: True)
+    pretend_gpu(monkeypatch)
     assert requirements.defaults_for({field: "triton"}).get("attention_backend") in ("triton", "flashinfer")
 
 
 def test_an_indexed_cpu_is_a_cpu(monkeypatch):
-    monkeypatch.setattr(requirements, "has_gpu", lambda: False)
+    pretend_gpu(monkeypatch, there=False)
     assert requirements.on_cpu({"device": "cpu:0"})
 
 

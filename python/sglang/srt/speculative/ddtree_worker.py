@@ -41,8 +41,8 @@ from sglang.srt.speculative.spec_utils import (
     record_stream_each,
     record_stream_for_v2_verify,
 )
-from sglang_ddtree.flags import config_of, device_round
-from sglang_ddtree.requirements import check_loaded_target
+from sglang_ddtree.flags import config_of
+from sglang_ddtree.requirements import check_loaded_target, device_round
 
 logger = logging.getLogger(__name__)
 
