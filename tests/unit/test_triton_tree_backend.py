@@ -301,17 +301,52 @@ def test_other_forwards_are_the_parents(world, monkeypatch):
     assert calls == {"parent": 1, "tree": 1}
 
 
-@on_device
-def test_a_drafters_block_is_the_parents(world, monkeypatch):
-    """Bidirectional layers, no mask; also where chains take the tree kernel."""
-    backend = world.backend(draft=True)
-    backend.tree_for_chains = True
-    calls = spy(backend, monkeypatch)
-    batch = world.batch([9, 0])
-    actual = run_eagerly(world, backend, batch, make_layer(attn_type=AttentionType.ENCODER_ONLY))
+@pytest.fixture
+def all_seen(monkeypatch):
+    """What the reference sees in a drafter's block, whatever the tree."""
     monkeypatch.setattr(sys.modules[__name__], "visible_of", lambda parents: torch.ones(NODES, NODES, dtype=torch.bool))
+
+
+BLOCK_LAYER = make_layer(attn_type=AttentionType.ENCODER_ONLY)
+
+
+@on_device
+@pytest.mark.parametrize("for_chains", [False, True])
+def test_a_drafters_block(for_chains, world, all_seen, monkeypatch):
+    """Bidirectional, without a mask."""
+    backend = world.backend(draft=True)
+    backend.tree_for_chains = for_chains
+    calls = spy(backend, monkeypatch)
+    actual = run_eagerly(world, backend, world.batch(LENGTHS), BLOCK_LAYER)
+    torch.testing.assert_close(actual, world.expected(TREES), **FLOAT32)
+    assert calls == {"parent": 0, "tree": 1}
+
+
+@on_device
+def test_a_drafters_block_in_fixed_buffers(world, all_seen):
+    _, (four, two) = captured(world, 4, 2, bits=False, draft=True)
+    for lengths, graph in ((LENGTHS, four), ([5, 64, 90], four), ([200], two)):
+        actual = graph.replay(lengths, BLOCK_LAYER)
+        real = len(lengths) * NODES
+        torch.testing.assert_close(actual[:real], world.expected(TREES[: len(lengths)]), **FLOAT32)
+        assert bool(actual.isfinite().all())
+
+
+@on_device
+@pytest.mark.parametrize("layer", [make_layer(), make_layer(20)], ids=["causal", "window"])
+def test_a_drafters_other_layers_are_the_parents(layer, world, monkeypatch):
+    backend = world.backend(draft=True, window=20)
+    calls = spy(backend, monkeypatch)
+    actual = run_eagerly(world, backend, world.batch([9, 2]), layer)
     torch.testing.assert_close(actual, world.expected([chain(NODES)] * 2), **FLOAT32)
     assert calls == {"parent": 1, "tree": 0}
+
+
+@on_device
+def test_a_drafter_whose_layers_the_kernel_lacks_is_the_parents(world, monkeypatch):
+    backend = world.backend(draft=True, deterministic=True)
+    backend.init_forward_metadata(world.batch([9, 2]))
+    assert getattr(backend.forward_metadata, "tree", None) is None
 
 
 @on_device

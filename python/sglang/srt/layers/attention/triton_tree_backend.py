@@ -36,6 +36,7 @@ class TreeRound:
         plan: how the prefixes are split, of layers without a window.
         window_plan: of layers with one, or None.
         scratch: float32, shared by all layers.
+        is_block: a drafter's block, in which every node sees all others, rather than a tree.
     """
 
     ancestor_bits: torch.Tensor
@@ -43,6 +44,7 @@ class TreeRound:
     plan: SplitPlan
     window_plan: SplitPlan | None
     scratch: torch.Tensor
+    is_block: bool = False
 
     def head(self, bs: int) -> TreeRound:
         """Views for a smaller batch in buffers made for a larger one."""
@@ -52,6 +54,7 @@ class TreeRound:
             self.plan.head(bs),
             None if self.window_plan is None else self.window_plan.head(bs),
             self.scratch,
+            self.is_block,
         )
 
 
@@ -64,6 +67,9 @@ class TreeForwardMetadata(ForwardMetadata):
 
 class TritonTreeMaskAttnBackend(TritonAttnBackend):
     """SGLang's ``triton`` backend; TARGET_VERIFY of a ``spec_info`` with ``ancestor_bits`` uses the tree kernel.
+
+    A drafter's block uses it as well, in layers where every token of the block sees all others: SGLang's kernel does
+    not split its context either.
 
     Read from ``spec_info``:
         ancestor_bits: int64 [bs, N, W], contiguous; see `triton_tree_mask.tree_attention`. None or absent: the
@@ -92,6 +98,7 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         self._head_dim = int(model_runner.model_config.head_dim)
         self._dtype = model_runner.dtype
         self._has_window = self.sliding_window_size is not None and self.sliding_window_size > 0
+        self._block_bits: torch.Tensor | None = None
         self._graph_max_bs = 0
         self._graph_round: TreeRound | None = None
         # Batch sizes whose graph holds the tree kernel.
@@ -112,16 +119,17 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             return
         self._check_servable()
         metadata, nodes = self.forward_metadata, bits.shape[1]
-        extra = self._extra_splits(nodes)
+        extra, is_block = self._extra_splits(nodes), self._drafts()
         window_plan = None
-        if self._has_window:
+        if self._has_window and not is_block:
             window_plan = plan_splits(metadata.qo_indptr, metadata.window_kv_indptr, extra)
         tree = TreeRound(
             bits.contiguous(),
-            self._depths(spec_info, forward_batch.seq_lens, bits),
+            None if is_block else self._depths(spec_info, forward_batch.seq_lens, bits),
             plan_splits(metadata.qo_indptr, metadata.kv_indptr, extra),
             window_plan,
             allocate_scratch(bs, extra, nodes, self.num_head, self._widest_value(), self.device),
+            is_block,
         )
         self.forward_metadata = TreeForwardMetadata(**vars(metadata), tree=tree)
 
@@ -184,9 +192,10 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             raise RuntimeError(
                 f"ancestor_bits {list(bits.shape)} do not fit the CUDA graph's {bs} requests of {list(shape[1:])}."
             )
-        tree.ancestor_bits[:real].copy_(bits)
-        # Padding sees itself alone, whatever the last larger batch left there.
-        tree.ancestor_bits[real:].copy_(self._alone)
+        if not tree.is_block:
+            tree.ancestor_bits[:real].copy_(bits)
+            # Padding sees itself alone, whatever the last larger batch left there.
+            tree.ancestor_bits[real:].copy_(self._alone)
         if tree.depths is not None:
             depths = self._depths(spec_info, forward_batch.seq_lens, bits)
             assert depths is not None
@@ -202,6 +211,11 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
     def _allocate_graph_round(self, bits: torch.Tensor) -> TreeRound:
         max_bs, (nodes, words) = self._graph_max_bs, bits.shape[1:]
         extra = self._extra_splits(nodes)
+        if self._drafts():
+            # Of every round the same.
+            all_bits = bits[:1].expand(max_bs, -1, -1).contiguous()
+            scratch = allocate_scratch(max_bs, extra, nodes, self.num_head, self._widest_value(), bits.device)
+            return TreeRound(all_bits, None, allocate_plan(max_bs, extra, bits.device), None, scratch, True)
         node = torch.arange(nodes, device=bits.device)
         self._alone = torch.zeros((nodes, words), dtype=torch.int64, device=bits.device)
         self._alone[node, node // _WORD_BITS] = torch.ones_like(node) << (node % _WORD_BITS)
@@ -231,19 +245,20 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
     def _extend_or_tree(self, *args: Any, **options: Any) -> None:
         """The parent's ``extend_attention_fwd`` with the same arguments; in a verify with a tree, the tree kernel."""
         tree = getattr(self.forward_metadata, "tree", None)
-        if tree is None:
+        window = options.get("sliding_window_size", -1)
+        # A drafter's other layers, causal or with a window, are the parent's.
+        if tree is None or (tree.is_block and (args[10] or window >= 0)):
             self._extend_attention(*args, **options)
             return
         q, k, v, out, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices = args[:9]
         _, is_causal, _, max_nodes, k_scale, v_scale, scaling = args[9:]
-        if not is_causal:
+        if not is_causal and not tree.is_block:
             raise NotImplementedError("a layer that is not causal cannot verify a tree.")
         for name in ("score_mod", "aux_tensors"):
             if options.get(name) is not None:
                 raise NotImplementedError(f"tree attention has no {name}.")
         if options.get("xai_temperature_len", -1) > 0:
             raise NotImplementedError("tree attention has no temperature by position (xai_temperature_len).")
-        window = options.get("sliding_window_size", -1)
         tree_attention(
             q,
             k,
@@ -272,9 +287,18 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
     def _verifies(self) -> bool:
         return not self.is_draft_runner and not self.skip_prefill and bool(self.num_draft_tokens)
 
+    def _drafts(self) -> bool:
+        """Whether this is a drafter's backend, and nothing in its way of the tree kernel."""
+        return self.is_draft_runner and not self.skip_prefill and not any(refused for refused, _ in self._refusals())
+
     def _bits(self, spec_info: Any, bs: int) -> torch.Tensor | None:
-        """int64 [at most bs, N, W] of a target's verify, None: not for the tree kernel."""
+        """int64 [at most bs, N, W] of a target's verify or a drafter's block, None: not for the tree kernel."""
         bits = getattr(spec_info, "ancestor_bits", None)
+        if self._drafts():
+            if self._block_bits is None:
+                nodes = int(getattr(spec_info, "draft_token_num", None) or self.num_draft_tokens)
+                self._block_bits = _chain_bits(nodes, self.device)[-1:].expand(nodes, -1).contiguous()
+            return self._block_bits.expand(bs, -1, -1)
         if bits is not None or not self.tree_for_chains or not self._verifies():
             return bits
         if getattr(spec_info, "custom_mask", None) is not None:
@@ -305,14 +329,17 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
     def _widest_value(self) -> int:
         return max(self.v_head_dim, self.swa_v_head_dim or 0)
 
-    def _check_servable(self) -> None:
-        """Refuse what would reach another kernel than the seam's, which knows no tree."""
-        for refused, what in (
+    def _refusals(self) -> tuple[tuple[bool, str], ...]:
+        """What would reach another kernel than the seam's, which knows no tree."""
+        return (
             (self.use_mla, "multi-head latent attention (MLA)"),
             (self.dcp_size > 1, "--dcp-size above 1"),
             (self.enable_deterministic, "--enable-deterministic-inference"),
             (self.use_verify_splitkv, "SGLANG_ENABLE_SPLITKV_VERIFY"),
-        ):
+        )
+
+    def _check_servable(self) -> None:
+        for refused, what in self._refusals():
             if refused:
                 raise NotImplementedError(f"the Triton tree-mask backend does not verify trees with {what}.")
 

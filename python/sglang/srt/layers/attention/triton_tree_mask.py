@@ -125,7 +125,7 @@ def shared_memory_of(device: torch.device) -> int:
 
 
 def choose_extra_splits(max_nodes: int, heads: int, kv_heads: int, tiles: Tiles, processors: int) -> int:
-    """E, so that one long request fills the device twice over.
+    """E, so that the programs of one long request fill the device once, all at work at the same time.
 
     Args:
         max_nodes: N of the widest request.
@@ -134,7 +134,9 @@ def choose_extra_splits(max_nodes: int, heads: int, kv_heads: int, tiles: Tiles,
         processors: multiprocessors of the device.
     """
     programs = kv_heads * triton.cdiv(max_nodes * (heads // kv_heads), tiles.block_m)
-    return max(1, triton.cdiv(2 * processors, programs))
+    # By registers: about 250 per thread of 64 K.
+    resident = 2 if tiles.num_warps <= 4 else 1
+    return max(1, resident * processors // programs)
 
 
 def allocate_plan(bs: int, extra_splits: int, device: torch.device | str) -> SplitPlan:
