@@ -149,7 +149,7 @@ def main() -> int:
                     flags = [
                         *("--model-path", args.target, "--dtype", dtype, "--attention-backend", backend),
                         *("--max-total-tokens", "40000", "--max-running-requests", "32"),
-                        *("--mem-fraction-static", "0.4", "--cuda-graph-max-bs", "32"),
+                        *("--mem-fraction-static", "0.9", "--cuda-graph-max-bs", "32"),
                         *("--cuda-graph-backend-prefill", "disabled"),
                         *mode_flags(mode, args.drafter),
                         *args.server_flags,

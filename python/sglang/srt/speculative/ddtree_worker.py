@@ -276,13 +276,9 @@ class DDTreeWorker(DFlashWorkerV2):
         if torch.device(self.device).type == "cpu":
             return self._round.tree_mask(tree)
         bs, nodes = tree.tree.tokens.shape
+        # The bound counts reserved slots too, which may lie behind the context length.
         total = nodes * int(self._host_bound(batch).sum()) + bs * nodes * nodes
-        buffer = self.model_runner.attn_backend.verify_mask
-        if buffer is not None and buffer.fits(bs):
-            # The bound counts reserved slots too, which may lie behind the context length.
-            out = buffer.buffer[: min(total, buffer.buffer.numel())]
-        else:
-            out = torch.empty(total, dtype=torch.bool, device=self.device)
+        out = torch.empty(total, dtype=torch.bool, device=self.device)
         return self._round.full_mask(tree, batch.seq_lens, out)
 
     def _verify_input(self, batch: ScheduleBatch, tree: RoundTree) -> DDTreeVerifyInput:

@@ -106,7 +106,8 @@ def choose_tiles(
         block_m = min(128 if width <= 128 else 64, _padded(rows))
         block_n = 64
         num_warps = 8 if block_m * width > 64 * 128 else 4
-        limit = 3
+        # A key's slot is loaded before the key: five stages keep three tiles of keys and values under way.
+        limit = 5
     item = dtype.itemsize
     row_bytes = (_padded(head_dim) + _padded(v_head_dim)) * item
     while block_n > 16 and block_n * row_bytes * 2 + block_m * width * item > shared_memory:
