@@ -91,9 +91,16 @@ class Server(ServerProcess):
         return self.post("/generate", {"input_ids": [list(p) for p in input_ids], "sampling_params": params})
 
     def used_tokens(self) -> int:
-        """KV slots in use, the prefix cache's counted."""
+        """KV slots in use, without those that only the prefix cache keeps."""
         loads = json.loads(self.get("/v1/loads"))
         return sum(load["num_used_tokens"] for load in loads["loads"])
+
+    def assert_slots_are_back(self, patience_s: float = 30) -> None:
+        """Once every request has ended the free slots and those of the prefix cache are all there are."""
+        deadline = time.monotonic() + patience_s
+        while self.used_tokens() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.used_tokens() == 0, "KV slots leaked"
 
     def assert_pool_empty(self) -> None:
         """After the prefix cache is flushed not one slot may be in use."""
@@ -106,9 +113,7 @@ class Server(ServerProcess):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
-        while self.used_tokens() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert self.used_tokens() == 0, "KV slots leaked"
+        self.assert_slots_are_back()
 
     def client(self) -> Any:
         import openai

@@ -49,7 +49,11 @@ def _row_headroom_hook(original: Callable[..., int], server_args: Any) -> int:
 def _validate_request_hook(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
     from sglang_ddtree.requests import refusal
 
-    return refusal(req)
+    reason = refusal(req)
+    if reason is not None:
+        # A refused request still passes through a batch, and may meet one there that asks for log-probabilities.
+        req.logprob.top_logprobs_num = 0
+    return reason
 
 
 def _dummy_verify_input_hook(
@@ -86,6 +90,19 @@ def _grammar_mask_hook(original: Callable[..., None], self: Any, logits: Any, vo
     xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
 
 
+def _guidance_mask_hook(original: Callable[..., None], logits: Any, vocab_mask: Any) -> None:
+    """llguidance on the CPU: its own kernel is compiled when first used, for which a server may lack the compiler.
+
+    Its mask has xgrammar's layout.
+    """
+    if logits.device.type != "cpu":
+        original(logits=logits, vocab_mask=vocab_mask)
+        return
+    import xgrammar
+
+    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+
 def _grammar_bitmask_hook(original: Callable[..., Any], vocab_size: int, batch_size: int) -> Any:
     """SGLang pins this memory for the copy to a GPU, which PyTorch refuses where there is none."""
     if requirements.has_gpu():
@@ -113,6 +130,13 @@ def _decode_logprobs_hook(
     original(self, req=req, next_token_id=next_token_id, **rest)
 
 
+def _finish_state_hook(original: Callable[..., None], self: Any, new_accepted_len: int = 1) -> None:
+    """A request ends where it would without speculation, wherever in an accepted run that is."""
+    from sglang_ddtree.stops import end_in_run
+
+    end_in_run(original, self, new_accepted_len)
+
+
 def _init_info_hook(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
     """What the scheduler says about itself when it is ready, which ``/server_info`` shows."""
     info = original(self)
@@ -135,6 +159,7 @@ def _spec_metrics_hook(
 GRAMMAR_HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": _grammar_mask_hook,
     "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask": _grammar_bitmask_hook,
+    "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.apply_vocab_mask": _guidance_mask_hook,
 }
 
 _HOOKS: dict[str, Callable[..., Any]] = {
@@ -143,6 +168,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.speculative.dflash_utils.validate_dflash_request": _validate_request_hook,
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": _dummy_verify_input_hook,
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": _image_inputs_hook,
+    "sglang.srt.managers.schedule_batch.Req.update_finish_state": _finish_state_hook,
     "sglang.srt.managers.scheduler.Scheduler.get_init_info": _init_info_hook,
     **GRAMMAR_HOOKS,
     f"{_RESULTS}.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": _resolve_tokens_hook,

@@ -61,6 +61,7 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "is_draft_worker",
         ),
         "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("self", "image_inputs"),
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state": ("self", "new_accepted_len"),
         # Round statistics.
         "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu": (
             "self",
@@ -312,6 +313,7 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
         ),
         "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": ("self", "logits", "vocab_mask"),
         "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask": ("vocab_size", "batch_size"),
+        "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.apply_vocab_mask": ("logits", "vocab_mask"),
         "sglang.srt.layers.logprob_processor.compute_spec_v2_logprobs": (
             "batch",
             "logits_output",

@@ -24,6 +24,16 @@ def refusal(req: Any) -> str | None:
     for name, present in asked.items():
         if present:
             return message(name)
+    return _out_of_bounds(req)
+
+
+def _out_of_bounds(req: Any) -> str | None:
+    """Numbers with which SGLang 0.5.17 fails in mid-batch, and the whole server with it, speculation or not."""
+    vocabulary, ids = req.vocab_size, req.origin_input_ids
+    if len(ids) and not 0 <= min(ids) <= max(ids) < vocabulary:
+        return f"input_ids must be from 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}."
+    if not 0 <= req.logprob.top_logprobs_num <= vocabulary:
+        return f"top_logprobs_num must be from 0 to {vocabulary}, got {req.logprob.top_logprobs_num}."
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pairs import Pair, make_pair, stop_all
+from pairs import Pair, assert_slots_are_back, make_pair, stop_all
 
 HERE = Path(__file__).resolve().parent
 
@@ -27,6 +27,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """The servers end with this folder's last test, not with the session: others need the memory."""
     if nextitem is None or HERE not in nextitem.path.parents:
         stop_all()
+
+
+@pytest.fixture(autouse=True)
+def slots_come_back() -> Iterator[None]:
+    """After every test all running servers have their KV slots back, whatever the test did to them."""
+    yield
+    assert_slots_are_back()
 
 
 @pytest.fixture

@@ -95,6 +95,8 @@ def test_ends_within_an_accepted_run(qwen3: Pair) -> None:
     qwen3.device.assert_pool_empty()
 
 
+# Interpreted it takes minutes; retraction itself is tested in test_pressure.py, and only a GPU has pages.
+@pytest.mark.gpu
 def test_retraction_of_large_pages(qwen3: Pair) -> None:
     """More requests than the pool holds, whole pages of 64 slots, and prompts prefilled in pieces."""
     # Two pages each at first, three at the end: two requests outgrow five pages.

@@ -124,8 +124,8 @@ def test_budget_below_depth_and_wide_budget(qwen3: Pair) -> None:
     assert set(histogram(narrow[0])) == {3}
     # Rank 1 at every depth: all 2^7 paths are equally likely, and 255 nodes hold each of them.
     qwen3.script(ranks=[[1] * DEPTH])
-    wide = qwen3.server("budget255", "--speculative-ddtree-budget", "255").generate(PROMPTS, **LENGTH)
-    assert output_ids(wide) == expected
+    wide = qwen3.server("budget255", "--speculative-ddtree-budget", "255").generate(PROMPTS[:1], **LENGTH)
+    assert output_ids(wide) == expected[:1]
     assert histogram(wide[0]) == {DEPTH: 5}
     for name in ("budget3", "budget255"):
         qwen3.server(name).assert_pool_empty()

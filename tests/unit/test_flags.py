@@ -211,11 +211,22 @@ def test_given_fields_are_kept(parse):
     assert parse("--enable-mixed-chunk").enable_mixed_chunk is False
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_overlap_is_switched_off_on_a_cpu_alone(device):
-    server_args = SimpleNamespace(disable_overlap_schedule=False, device=device)
-    algorithm._resolve_overlap(server_args)
-    assert server_args.disable_overlap_schedule is (device == "cpu")
+@pytest.mark.parametrize(
+    "device, backend, graphs, overlap",
+    [("cuda", "triton", True, True), ("cuda", "flashinfer", False, False), ("cpu", "torch_native", True, False)],
+)
+def test_graphs_and_overlap(device, backend, graphs, overlap):
+    """Kept on a GPU with Triton; on a CPU SGLang itself has no graphs."""
+    decode = SimpleNamespace(backend="full")
+    server_args = SimpleNamespace(
+        cuda_graph_config=SimpleNamespace(decode=decode),
+        disable_overlap_schedule=False,
+        device=device,
+        get_attention_backends=lambda: ("triton", backend),
+    )
+    algorithm._resolve_graphs_and_overlap(server_args)
+    assert decode.backend == ("full" if graphs else Backend.DISABLED)
+    assert server_args.disable_overlap_schedule is not overlap
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))], ids=["copy", "pickle"])

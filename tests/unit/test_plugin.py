@@ -32,7 +32,9 @@ HOOKED_FUNCTIONS = [
 ]
 HOOKED_METHODS = [
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs",
+    "sglang.srt.managers.schedule_batch.Req.update_finish_state",
     "sglang.srt.managers.scheduler.Scheduler.get_init_info",
+    "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.apply_vocab_mask",
     "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
@@ -406,6 +408,7 @@ NEEDED_ANYWAY = ("ServerArgs.", "get_config", "CustomSpecAlgo", "Backend", "hybr
 # Their base class has methods of the same name and parameters, so that a missing one does not show.
 ATTENTION = "sglang.srt.layers.attention"
 INHERITED = (
+    "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.apply_vocab_mask",
     "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
     f"{ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_extend",
     f"{ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata",

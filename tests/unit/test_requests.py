@@ -21,6 +21,9 @@ def make_request(params=None, **fields):
         return_hidden_states=False,
         custom_logit_processor=None,
         return_sampling_mask=False,
+        vocab_size=320,
+        origin_input_ids=[1, 2, 3],
+        logprob=SimpleNamespace(top_logprobs_num=0),
     )
     return SimpleNamespace(sampling_params=SamplingParams(**(params or {})), **(defaults | fields))
 
@@ -74,6 +77,24 @@ def test_refused_features(field, value, name):
     assert refusal(make_request(**{field: value})) == (
         f"DDTREE speculative decoding does not support {name} yet. Drop it, or use a server without speculation."
     )
+
+
+@pytest.mark.parametrize(
+    "ids, top, message",
+    [
+        ([5, 320, 1], 0, "input_ids must be from 0 to 319, got 1 to 320."),
+        ([5, -1], 0, "input_ids must be from 0 to 319, got -1 to 5."),
+        ([5], 321, "top_logprobs_num must be from 0 to 320, got 321."),
+        ([5], -1, "top_logprobs_num must be from 0 to 320, got -1."),
+        ([0, 319], 320, None),
+        ([], 0, None),
+    ],
+)
+def test_numbers_out_of_bounds(ids, top, message):
+    request = Req("r", "", ids, SamplingParams(), vocab_size=320, return_logprob=True, top_logprobs_num=top)
+    assert activation._validate_request_hook(None, request, True) == message
+    # What is refused is harmless in a batch with others.
+    assert request.logprob.top_logprobs_num == (0 if message else top)
 
 
 def test_a_refused_feature_beside_served_ones_is_still_found():
