@@ -173,7 +173,8 @@ GRAMMARS = {
 # Once more with interpreted kernels, under overlap scheduling.
 @pytest.mark.parametrize("kind, served", [*((kind, "tree") for kind in GRAMMARS), ("regex", "device")])
 def test_structured_output(pair: Pair, kind: str, served: str) -> None:
-    """The mask of a node follows the node's own path, illegal siblings never win: the target's own masked choices.
+    """The mask of a node follows the node's own path, illegal siblings never win: the target's own masked choices
+    (vllm #53777, #55313; sglang #30096).
 
     The scripted drafter knows what the target would say without a grammar, so that its drafts are mostly illegal; the
     real one proposes at random.
@@ -212,6 +213,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("extra", REFUSED, ids=lambda extra: json.dumps(extra))
 def test_unsupported_features_get_400(pair: Pair, extra: dict) -> None:
+    """Among them a repetition penalty, which would be ignored within a run (sglang #28180)."""
     body = {"text": "hi", **extra}
     body["sampling_params"] = {"max_new_tokens": 4, "temperature": 0, **body.get("sampling_params", {})}
     status, text = pair.tree.refused("/generate", body)

@@ -1,4 +1,4 @@
-"""Log-probabilities: those of no speculation, one entry per returned token."""
+"""Log-probabilities: those of no speculation, one entry per returned token (z-lab/dflash #39, sglang #33459)."""
 
 from __future__ import annotations
 

@@ -79,6 +79,7 @@ REFUSED = [
     ),
     ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype fp8_e4m3", "Use --kv-cache-dtype auto."),
     ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype fp8_e5m2", "Use --kv-cache-dtype auto."),
+    # sglang #36001: None in verify.
     ("kv_cache_dtype", "fp4_e2m1", "--kv-cache-dtype fp4_e2m1", "Use --kv-cache-dtype auto."),
     ("speculative_num_steps", 3, "--speculative-num-steps 3", OWN_FLAGS),
     ("speculative_eagle_topk", 4, "--speculative-eagle-topk 4", OWN_FLAGS),
