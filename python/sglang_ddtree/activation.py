@@ -194,7 +194,7 @@ def _use_torch_tree_mask() -> None:
 
 
 def _use_triton_tree_mask() -> None:
-    """Serve ``triton`` with the backend that reads ancestor bits; for prefill and for the drafter it is its parent."""
+    """Serve ``triton`` with the backend that reads ancestor bits; for prefill and for decode it is its parent."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.triton_tree_backend import TritonTreeMaskAttnBackend
 

@@ -100,7 +100,8 @@ def _resolve_graphs_and_overlap(server_args: Any) -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
     # Trees by FlashInfer's dense mask have run on a GPU without graphs and overlap alone.
-    unchecked = "flashinfer" in server_args.get_attention_backends()
+    backends = (*server_args.get_attention_backends(), server_args.speculative_draft_attention_backend)
+    unchecked = "flashinfer" in backends
     decode = server_args.cuda_graph_config.decode
     if unchecked and decode.backend != Backend.DISABLED:
         decode.backend = Backend.DISABLED

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 _REMEDY = "Drop it, or use a server without speculation"
 
 
@@ -20,6 +22,8 @@ def refusal(req: Any) -> str | None:
         "min_new_tokens": params.min_new_tokens > 0,
         "custom_logit_processor": req.custom_logit_processor is not None,
         "return_sampling_mask": getattr(req, "return_sampling_mask", False),
+        # The next turn's prompt would hold the rest of the run in which this one ended.
+        "session_params": req.session is not None,
     }
     for name, present in asked.items():
         if present:
@@ -29,11 +33,13 @@ def refusal(req: Any) -> str | None:
 
 def _out_of_bounds(req: Any) -> str | None:
     """Numbers with which SGLang 0.5.17 fails in mid-batch, and the whole server with it, speculation or not."""
-    vocabulary, ids = req.vocab_size, req.origin_input_ids
-    if len(ids) and not 0 <= min(ids) <= max(ids) < vocabulary:
-        return f"input_ids must be from 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}."
-    if not 0 <= req.logprob.top_logprobs_num <= vocabulary:
-        return f"top_logprobs_num must be from 0 to {vocabulary}, got {req.logprob.top_logprobs_num}."
+    vocabulary, top = req.vocab_size, req.logprob.top_logprobs_num
+    # Long prompts: every running request waits for this.
+    ids = np.asarray(req.origin_input_ids)
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
+        return f"input_ids must be from 0 to {vocabulary - 1}, got {ids.min()} to {ids.max()}."
+    if not isinstance(top, int) or not 0 <= top <= vocabulary:
+        return f"top_logprobs_num must be an integer from 0 to {vocabulary}, got {top}."
     return None
 
 

@@ -20,8 +20,9 @@ def end_in_run(update: Callable[[Any, int], None], req: Any, run: int) -> None:
         update(req, run)
         return
     tokens = req.output_ids[-run:]
-    # An expression may match in mid-run and no longer at the run's end, a string or token is seen there, too.
-    if not req.sampling_params.stop_regex_strs:
+    # A text may match in mid-run and no longer at the run's end: an expression with "$", or a string before the first
+    # bytes of a character, which some tokenizers decode to nothing but replacement characters. A token stays.
+    if not (req.sampling_params.stop_regex_strs or req.sampling_params.stop_strs):
         update(req, run)
         if not req.finished():
             return
@@ -37,6 +38,9 @@ def end_in_run(update: Callable[[Any, int], None], req: Any, run: int) -> None:
         if req.finished():
             break
     req.grammar = grammar
+    if req.finished() and req.finished_len is None:
+        # An abort, of an expression that cannot be compiled.
+        req.finished_len = len(req.output_ids)
     # The KV of the whole run is committed: what follows the end is dropped from the answer, not from the request.
     req.output_ids.extend(tokens[place:])
     if req.finished_len is not None:

@@ -9,7 +9,8 @@ import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.plugins import load_plugins
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 load_plugins()
 
@@ -77,6 +78,37 @@ def test_the_first_end_wins(tokenizer: Any, said: str, params: dict[str, Any], r
     # The KV of the whole run is committed, so the request keeps it.
     assert list(got.output_ids) == run
     assert ended(finish(tokenizer, [run], Req.update_finish_state, **params)) != ended(got)
+
+
+def test_a_stop_string_before_half_a_character() -> None:
+    """Tokenizers with byte fallback decode a line end and the first byte of a character to no line end at all."""
+    bytes_of = {f"<0x{byte:02X}>": index for index, byte in enumerate(b"\n\xf0\x9f\x98\x80", start=1)}
+    fast = Tokenizer(models.BPE({"a": 0, **bytes_of}, [], byte_fallback=True))
+    fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
+    tokenizer.additional_stop_token_ids = None
+    runs = [[0, 0, 1, 2], [3, 4, 5]]
+    one = finish(tokenizer, [[token] for run in runs for token in run], Req.update_finish_state, stop="\n")
+    assert ended(one)[1] == [0, 0, 1]
+    assert ended(finish(tokenizer, runs, in_runs, stop="\n")) == ended(one)
+    assert ended(finish(tokenizer, runs, Req.update_finish_state, stop="\n")) != ended(one)
+
+
+def test_nothing_behind_an_abort(tokenizer: Any) -> None:
+    """An expression that fails when it is tried ends the request there; most of them are refused before."""
+
+    def failing(update: Any) -> Any:
+        def call(req: Req, run: int) -> None:
+            req.sampling_params.stop_regex_strs = ["("]
+            update(req, run)
+
+        return call
+
+    run = ids(tokenizer, "abc")
+    one = finish(tokenizer, [[token] for token in run], failing(Req.update_finish_state), stop_regex="x")
+    got = finish(tokenizer, [run], failing(in_runs), stop_regex="x")
+    assert one.finished_reason.to_json()["type"] == got.finished_reason.to_json()["type"] == "abort"
+    assert list(got.output_ids_through_stop) == list(one.output_ids_through_stop) == run[:1]
 
 
 words = st.text("abc", min_size=1, max_size=3)

@@ -212,10 +212,15 @@ def test_given_fields_are_kept(parse):
 
 
 @pytest.mark.parametrize(
-    "device, backend, graphs, overlap",
-    [("cuda", "triton", True, True), ("cuda", "flashinfer", False, False), ("cpu", "torch_native", True, False)],
+    "device, backend, drafter, graphs, overlap",
+    [
+        ("cuda", "triton", None, True, True),
+        ("cuda", "flashinfer", None, False, False),
+        ("cuda", "triton", "flashinfer", False, False),
+        ("cpu", "torch_native", None, True, False),
+    ],
 )
-def test_graphs_and_overlap(device, backend, graphs, overlap):
+def test_graphs_and_overlap(device, backend, drafter, graphs, overlap):
     """Kept on a GPU with Triton; on a CPU SGLang itself has no graphs."""
     decode = SimpleNamespace(backend="full")
     server_args = SimpleNamespace(
@@ -223,6 +228,7 @@ def test_graphs_and_overlap(device, backend, graphs, overlap):
         disable_overlap_schedule=False,
         device=device,
         get_attention_backends=lambda: ("triton", backend),
+        speculative_draft_attention_backend=drafter,
     )
     algorithm._resolve_graphs_and_overlap(server_args)
     assert decode.backend == ("full" if graphs else Backend.DISABLED)

@@ -21,6 +21,7 @@ def make_request(params=None, **fields):
         return_hidden_states=False,
         custom_logit_processor=None,
         return_sampling_mask=False,
+        session=None,
         vocab_size=320,
         origin_input_ids=[1, 2, 3],
         logprob=SimpleNamespace(top_logprobs_num=0),
@@ -57,6 +58,7 @@ REFUSED_FIELDS = [
     ("return_hidden_states", True, "return_hidden_states"),
     ("custom_logit_processor", "{...}", "custom_logit_processor"),
     ("return_sampling_mask", True, "return_sampling_mask"),
+    ("session", object(), "session_params"),
 ]
 
 
@@ -84,8 +86,11 @@ def test_refused_features(field, value, name):
     [
         ([5, 320, 1], 0, "input_ids must be from 0 to 319, got 1 to 320."),
         ([5, -1], 0, "input_ids must be from 0 to 319, got -1 to 5."),
-        ([5], 321, "top_logprobs_num must be from 0 to 320, got 321."),
-        ([5], -1, "top_logprobs_num must be from 0 to 320, got -1."),
+        ([5], 321, "top_logprobs_num must be an integer from 0 to 320, got 321."),
+        ([5], -1, "top_logprobs_num must be an integer from 0 to 320, got -1."),
+        # A list passes SGLang's own checks of a single request.
+        ([5], [2], "top_logprobs_num must be an integer from 0 to 320, got [2]."),
+        ([5], None, "top_logprobs_num must be an integer from 0 to 320, got None."),
         ([0, 319], 320, None),
         ([], 0, None),
     ],

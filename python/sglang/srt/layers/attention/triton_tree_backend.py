@@ -301,7 +301,8 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             return self._block_bits.expand(bs, -1, -1)
         if bits is not None or not self.tree_for_chains or not self._verifies():
             return bits
-        if getattr(spec_info, "custom_mask", None) is not None:
+        # The parent serves a chain where the kernel does not.
+        if getattr(spec_info, "custom_mask", None) is not None or any(refused for refused, _ in self._refusals()):
             return None
         nodes = int(getattr(spec_info, "draft_token_num", None) or self.num_draft_tokens)
         return _chain_bits(nodes, self.device).expand(bs, -1, -1)
