@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import shlex
 import statistics
 import subprocess
@@ -11,24 +10,18 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from by_path import load  # noqa: E402
+
+__all__ = ["L2_FLUSH_BYTES", "capture", "conditions", "event_times", "load", "need_gpu", "spread", "write_results"]
+
 L2_FLUSH_BYTES = 256 << 20
-
-
-def load(name: str, path: str) -> ModuleType:
-    """The module at ``path`` (relative to the repository) as ``name``, once, so that the overlay need not be laid."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / path)
-        assert spec is not None and spec.loader is not None, f"no module at {path}"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 def need_gpu(script: str) -> None:

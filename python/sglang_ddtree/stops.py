@@ -38,11 +38,11 @@ def end_in_run(update: Callable[[Any, int], None], req: Any, run: int) -> None:
         if req.finished():
             break
     req.grammar = grammar
-    if req.finished() and req.finished_len is None:
-        # An abort, of an expression that cannot be compiled.
-        req.finished_len = len(req.output_ids)
-    # The KV of the whole run is committed: what follows the end is dropped from the answer, not from the request.
-    req.output_ids.extend(tokens[place:])
-    if req.finished_len is not None:
+    if req.finished():
+        if req.finished_len is None:
+            # An abort, of an expression that cannot be compiled.
+            req.finished_len = len(req.output_ids)
         # Counted over the whole run before its end was known.
         req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
+    # The KV of the whole run is committed: what follows the end is dropped from the answer, not from the request.
+    req.output_ids.extend(tokens[place:])

@@ -97,7 +97,8 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         super().__init__(model_runner, skip_prefill, kv_indptr_buf)
         self._head_dim = int(model_runner.model_config.head_dim)
         self._dtype = model_runner.dtype
-        self._has_window = self.sliding_window_size is not None and self.sliding_window_size > 0
+        # A drafter's windowed layers never reach the tree kernel.
+        self._has_window = not self.is_draft_runner and (self.sliding_window_size or 0) > 0
         self._block_bits: torch.Tensor | None = None
         self._graph_max_bs = 0
         self._graph_round: TreeRound | None = None
@@ -119,17 +120,17 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             return
         self._check_servable()
         metadata, nodes = self.forward_metadata, bits.shape[1]
-        extra, is_block = self._extra_splits(nodes), self._drafts()
+        extra = self._extra_splits(nodes)
         window_plan = None
-        if self._has_window and not is_block:
+        if self._has_window:
             window_plan = plan_splits(metadata.qo_indptr, metadata.window_kv_indptr, extra)
         tree = TreeRound(
             bits.contiguous(),
-            None if is_block else self._depths(spec_info, forward_batch.seq_lens, bits),
+            self._depths(spec_info, forward_batch.seq_lens, bits),
             plan_splits(metadata.qo_indptr, metadata.kv_indptr, extra),
             window_plan,
             allocate_scratch(bs, extra, nodes, self.num_head, self._widest_value(), self.device),
-            is_block,
+            self._drafts(),
         )
         self.forward_metadata = TreeForwardMetadata(**vars(metadata), tree=tree)
 
@@ -211,20 +212,18 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
     def _allocate_graph_round(self, bits: torch.Tensor) -> TreeRound:
         max_bs, (nodes, words) = self._graph_max_bs, bits.shape[1:]
         extra = self._extra_splits(nodes)
-        if self._drafts():
-            # Of every round the same.
-            all_bits = bits[:1].expand(max_bs, -1, -1).contiguous()
-            scratch = allocate_scratch(max_bs, extra, nodes, self.num_head, self._widest_value(), bits.device)
-            return TreeRound(all_bits, None, allocate_plan(max_bs, extra, bits.device), None, scratch, True)
+        is_block = self._drafts()
         node = torch.arange(nodes, device=bits.device)
         self._alone = torch.zeros((nodes, words), dtype=torch.int64, device=bits.device)
         self._alone[node, node // _WORD_BITS] = torch.ones_like(node) << (node % _WORD_BITS)
         return TreeRound(
-            bits.new_zeros((max_bs, nodes, words)),
+            # A block's are the same in every round, and written here alone.
+            bits[:1].repeat(max_bs, 1, 1) if is_block else bits.new_zeros((max_bs, nodes, words)),
             bits.new_zeros((max_bs, nodes)) if self._has_window else None,
             allocate_plan(max_bs, extra, bits.device),
             allocate_plan(max_bs, extra, bits.device) if self._has_window else None,
             allocate_scratch(max_bs, extra, nodes, self.num_head, self._widest_value(), bits.device),
+            is_block,
         )
 
     def _update_target_verify_buffers(
