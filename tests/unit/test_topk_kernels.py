@@ -219,7 +219,7 @@ if not INTERPRETED:
 
     def kernel_cases():
         for dtype in ("*bf16", "*fp32"):
-            yield f"chunk-{dtype}", k._chunk_kernel, {"CHUNK": 4096}, {"logits": dtype}, 4
+            yield f"chunk-{dtype}", k._chunk_kernel, {"GROUPS": 64, "WIDTH": 64}, {"logits": dtype}, 4
         for normalise in (True, False):
             sizes = {"CHUNKS": 64, "WIDTH": 8, "NORMALISE": normalise}
             yield f"merge-{normalise}", k._merge_kernel, sizes, {}, 4

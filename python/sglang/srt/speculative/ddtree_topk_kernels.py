@@ -1,9 +1,9 @@
 """Top-K and log-sum-exp of a vocabulary shard in Triton: float32 arithmetic, no float32 copy of the logits.
 
 Two launches. The first gives every row's vocabulary to many programs, a chunk each: a chunk's sum of exponentials
-and its K largest logits, found by K maxima in registers. The second merges a row's chunks. The order is total
-(larger logit first, of equal ones the lower token id), so rank 0 is the first maximum, the token that DFLASH drafts,
-and neither the split into chunks nor the split into tensor-parallel ranks changes which ids are kept.
+and its K largest logits, found among the maxima of small groups of columns. The second merges a row's chunks. The
+order is total (larger logit first, of equal ones the lower token id), so rank 0 is the first maximum, the token that
+DFLASH drafts, and neither the split into chunks nor the split into tensor-parallel ranks changes which ids are kept.
 
 The same second launch merges the ranks of a tensor-parallel group: there a rank is a chunk.
 
@@ -20,6 +20,8 @@ MAX_TOPK = 64
 # Cells of the merge that one program can hold in registers.
 _MAX_MERGE_CELLS = 8192
 _CHUNK = 4096
+# Columns that are searched again for every candidate they gave; about the chunk's square root.
+_GROUP = 64
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
@@ -64,38 +66,65 @@ def chunk_topk(logits: torch.Tensor, k: int, start: int = 0) -> tuple[torch.Tens
             start,
             rows,
             k,
-            CHUNK=chunk,
+            GROUPS=chunk // _GROUP,
+            WIDTH=_GROUP,
             num_warps=4,
         )
     return values, ids, lse
 
 
 @triton.jit(do_not_specialize=["vocabulary", "start", "rows", "k"])
-def _chunk_kernel(logits, values_out, ids_out, lse_out, row_stride, vocabulary, start, rows, k, CHUNK: tl.constexpr):
+def _chunk_kernel(
+    logits,
+    values_out,
+    ids_out,
+    lse_out,
+    row_stride,
+    vocabulary,
+    start,
+    rows,
+    k,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    group = tl.arange(0, GROUPS)
+    within = tl.arange(0, WIDTH)
+    first = chunk * GROUPS * WIDTH
+    column = first + group[:, None] * WIDTH + within[None, :]
     inside = column < vocabulary
     x = tl.load(logits + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
 
     is_nan = x != x
     clean = tl.where(is_nan, float("-inf"), x)
-    top = tl.max(clean, axis=0)
+    best = tl.max(clean, axis=1)
+    top = tl.max(best, axis=0)
     # A chunk of nothing but -inf must not become NaN; one with a NaN must.
     base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.where(is_nan, float("nan"), tl.exp(x - base)), axis=0)
+    total = tl.sum(tl.sum(tl.where(is_nan, float("nan"), tl.exp(x - base)), axis=1), axis=0)
     place = chunk.to(tl.int64) * rows + row
     tl.store(lse_out + place, base + tl.log(total))
 
-    # A column that was taken, or lies outside, cannot be taken: its id is out of range.
-    free = tl.where(inside, column, _NO_ID)
+    # Every group's best; the chunk's best is among them. A group that gave it is read again for its next one, so a
+    # rank costs GROUPS + WIDTH cells, not their product.
+    free = tl.min(tl.where(inside & (clean == best[:, None]), column, _NO_ID), axis=1)
     for rank in range(k):
-        best = tl.max(tl.where(free == _NO_ID, float("-inf"), clean), axis=0)
-        at = tl.min(tl.where(clean == best, free, _NO_ID), axis=0)
+        value = tl.max(tl.where(free == _NO_ID, float("-inf"), best), axis=0)
+        at = tl.min(tl.where(best == value, free, _NO_ID), axis=0)
         found = at != _NO_ID
-        tl.store(values_out + place * k + rank, tl.where(found, best, float("-inf")))
+        tl.store(values_out + place * k + rank, tl.where(found, value, float("-inf")))
         tl.store(ids_out + place * k + rank, tl.where(found, (at + start).to(tl.int64), -1))
-        free = tl.where(column == at, _NO_ID, free)
+        taken = tl.where(found, (at - first) // WIDTH, 0)
+        again = first + taken * WIDTH + within
+        y = tl.load(logits + row * row_stride + again, mask=again < vocabulary, other=float("-inf")).to(tl.float32)
+        y = tl.where(y != y, float("-inf"), y)
+        later = (again < vocabulary) & ((y < value) | ((y == value) & (again > at)))
+        next_value = tl.max(tl.where(later, y, float("-inf")), axis=0)
+        next_at = tl.min(tl.where(later & (y == next_value), again, _NO_ID), axis=0)
+        mine = (group == taken) & found
+        best = tl.where(mine, next_value, best)
+        free = tl.where(mine, next_at, free)
 
 
 def merge_chunks(

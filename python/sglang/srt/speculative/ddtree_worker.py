@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner
+from sglang.srt.speculative.ddtree_kv_move import movable, move_accepted
 from sglang.srt.speculative.ddtree_result import DDTreeBatchResult
 from sglang.srt.speculative.ddtree_round import DeviceRound, RoundTree, TorchRound
 from sglang.srt.speculative.ddtree_sampling import choose_tokens
@@ -385,11 +387,25 @@ class DDTreeWorker(DFlashWorkerV2):
         # Not needed on the host, and large.
         logits_output.hidden_states = None
         if not self.config.shadow_linear:
-            kv_cache = self.model_runner.token_to_kv_pool_allocator.get_kvcache()
-            kv_cache.move_kv_cache(plan.kv_to.view(-1), plan.kv_from.view(-1))
+            self._move_kv(plan)
         if on_publish is not None:
             on_publish(plan.new_seq_lens)
         self._feed_drafter(hidden, plan)
+
+    @cached_property
+    def _movable_pool(self) -> Any:
+        """The target's pool where the round's own kernel may move what was accepted, else None."""
+        if not self._round.on_device:
+            return None
+        return movable(self.model_runner.token_to_kv_pool_allocator.get_kvcache())
+
+    def _move_kv(self, plan: CommitPlan) -> None:
+        """The accepted nodes' keys and values to the front of the round's slots, in every layer of the target."""
+        if self._movable_pool is not None:
+            move_accepted(self._movable_pool, plan.kv_to, plan.kv_from, plan.accept_lens)
+            return
+        kv_cache = self.model_runner.token_to_kv_pool_allocator.get_kvcache()
+        kv_cache.move_kv_cache(plan.kv_to.view(-1), plan.kv_from.view(-1))
 
     def _feed_drafter(self, hidden: torch.Tensor, plan: CommitPlan) -> None:
         """Write the drafter's keys and values of the committed tokens, which share the target's slots.
