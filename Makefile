@@ -4,6 +4,7 @@
 ## make soak      mixed load against no speculation, 20 minutes on a CPU, 8 on a GPU
 ## make bench     the benchmarks, on a GPU, into BENCH_OUT; BENCH_FLAGS=--smoke tries them out anywhere
 ## make lint      ruff and mypy, changes nothing; make format changes files
+## make support-table   write the README's support table anew, from the tests' markers and docs/gpu-tests.txt
 ## make venv      the virtual environment alone
 ## make model     fetch and convert SmolLM2-135M-Instruct
 ## Variables: PORT, BUDGET, TOPK_CAP, SERVE_FLAGS, TESTS, BENCH_OUT, BENCH_FLAGS, PYTHON, VENV
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ddtree-installed
 SOURCES := python/sglang_ddtree scripts benchmarks tests python/sglang
 
-.PHONY: help venv model serve test test-gpu soak bench lint format clean
+.PHONY: help venv model serve test test-gpu soak bench lint format support-table clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -65,9 +66,13 @@ lint: venv
 	@# One file at a time: they are modules of SGLang's package, not of a package of ours.
 	for f in $$(find python/sglang -name '*.py'); do $(BIN)/mypy --no-namespace-packages $$f || exit 1; done
 
-format: venv
+format: venv support-table
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
+
+# From source text alone: any Python will do.
+support-table:
+	$(PYTHON) scripts/support_table.py
 
 clean:
 	rm -rf $(VENV) .cache dist build models/SmolLM2-135M-Instruct

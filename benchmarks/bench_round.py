@@ -1,6 +1,8 @@
-"""Milliseconds per round: no speculation, DFLASH and DDTREE on an 8B shape with random weights.
+"""Milliseconds per round: no speculation, DFLASH and DDTREE on a model's shape with random weights.
 
     python benchmarks/bench_round.py --out results/bench_round
+    python benchmarks/bench_round.py --shape qwen3.6-27b --only dflash-16 ddtree-15 ddtree-31 --requests 1 8 \\
+        --out results/bench_round_27b
 
 Needs a GPU; `--smoke` runs the same code with a tiny model anywhere. Writes OUT.csv, OUT.md and OUT.png, and keeps
 every server's numbers in servers/ beside them: an interrupted run goes on where it stopped.
@@ -8,7 +10,8 @@ every server's numbers in servers/ beside them: an interrupted run goes on where
 A round is everything between two commits: draft, tree, verify, walk, commit and the scheduler's work. Acceptance is
 forced, because random weights accept hardly a draft: to the recorded rates by default, so that a round commits, and
 moves, as many tokens as a real one (`--accept-length 1` for one token per round). How the time is taken:
-serving_bench/decode.py. `--context 1024 8192 32768` measures long prompts.
+serving_bench/decode.py. `--shape` chooses the target: Qwen3-8B, or Qwen3.6-27B with its recurrent layers. `--context
+1024 8192 32768` measures long prompts.
 """
 
 from __future__ import annotations

@@ -11,6 +11,13 @@ for folder in (HERE, HERE / "unit", HERE / "server"):
         sys.path.insert(0, str(folder))
 
 
+@pytest.fixture
+def refused(request: pytest.FixtureRequest) -> str:
+    """The message that the README's support table quotes for this test, from its ``feature`` marker."""
+    (message,) = [mark.kwargs["refused"] for mark in request.node.iter_markers("feature")]
+    return message
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 

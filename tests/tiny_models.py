@@ -15,7 +15,10 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 VOCABULARY = 320
@@ -91,6 +94,73 @@ def make_target(
     return folder
 
 
+def make_hybrid(
+    folder: Path,
+    kind: str = "qwen3.5",
+    *,
+    layers: int = 8,
+    seed: int = 0,
+    context: int = 512,
+    scale: float = 4.0,
+    dtype: str = "float32",
+) -> Path:
+    """A random target in which three layers of four are recurrent (gated delta rule), with a tokenizer.
+
+    Args:
+        folder: written to.
+        kind: "qwen3.5" (dense, positions as for images) or "qwen3-next" (a mixture of experts in every layer).
+        layers: a multiple of 4.
+        seed, context, scale: as for `make_target`.
+        dtype: of the checkpoint.
+    """
+    torch.manual_seed(seed)
+    every = 4
+    text = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_conv_kernel_dim=4,
+        layer_types=["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)],
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
+        max_position_embeddings=context,
+        bos_token_id=256,
+        eos_token_id=EOS_TOKEN_ID,
+        tie_word_embeddings=False,
+        initializer_range=0.02 * scale,
+    )
+    if kind == "qwen3.5":
+        text["rope_parameters"] |= dict(mrope_section=[2, 1, 1], mrope_interleaved=True)
+        # As small as it may be: no test sends an image.
+        vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=HIDDEN)
+        vision |= dict(num_position_embeddings=16, deepstack_visual_indexes=[])
+        ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        special = {name: 301 + i for i, name in enumerate(ids)}
+        config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False, **special)
+        model = Qwen3_5ForConditionalGeneration._from_config(config, dtype=getattr(torch, dtype))
+    elif kind == "qwen3-next":
+        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+        config = Qwen3NextConfig(**text, **experts, shared_expert_intermediate_size=64)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    else:
+        raise ValueError(f"kind must be qwen3.5 or qwen3-next, got {kind!r}")
+    model.save_pretrained(folder)
+    # transformers derives this from the layers' types; SGLang reads it.
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content.get("text_config", content)["full_attention_interval"] = every
+    path.write_text(json.dumps(content, indent=1))
+    save_tokenizer(folder)
+    return folder
+
+
 def make_drafter(
     folder: Path,
     *,
@@ -157,12 +227,16 @@ def make_drafter(
 
 
 def main() -> None:
-    """Write a pair for a manual try: python tests/tiny_models.py FOLDER [qwen3|llama]."""
+    """Write a pair for a manual try: python tests/tiny_models.py FOLDER [qwen3|llama|qwen3.5|qwen3-next]."""
     import sys
 
-    folder = Path(sys.argv[1])
-    make_target(folder / "target", sys.argv[2] if len(sys.argv) > 2 else "qwen3")
-    make_drafter(folder / "drafter")
+    folder, kind = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "qwen3"
+    if kind in ("qwen3.5", "qwen3-next"):
+        make_hybrid(folder / "target", kind)
+        make_drafter(folder / "drafter", target_layers=8, layer_ids=(1, 3, 5))
+    else:
+        make_target(folder / "target", kind)
+        make_drafter(folder / "drafter")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decoding of an 8B shape with random weights and forced acceptance: what bench_round and bench_simulated share.
+"""Decoding of a model's shape with random weights and forced acceptance: what bench_round and bench_simulated share.
 
 Both read the same measurements, so a server that one of them has measured is not started for the other. One server
 per mode measures every number of requests: all requests are sent at once, and the clock runs while all of them are
@@ -62,6 +62,7 @@ def accept_length_argument(text: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser, name: str, requests: Sequence[int]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results") / name, help="results are OUT.csv, .md and .png")
+    parser.add_argument("--shape", choices=list(shapes.SHAPES), default="qwen3-8b", help="of the target")
     parser.add_argument("--requests", nargs="+", type=int, default=list(requests), help="running at once")
     parser.add_argument("--budgets", nargs="+", type=int, default=DEFAULT_BUDGETS, help="of DDTREE")
     parser.add_argument(
@@ -97,7 +98,9 @@ def settle_arguments(args: argparse.Namespace) -> None:
 
 
 def model_of(args: argparse.Namespace) -> str:
-    return "tiny random model" if args.smoke else "Qwen3-8B's shape, random weights, bfloat16"
+    if args.smoke:
+        return "tiny random model"
+    return {"qwen3-8b": "Qwen3-8B", "qwen3.6-27b": "Qwen3.6-27B"}[args.shape] + "'s shape, random weights, bfloat16"
 
 
 def point_name(requests: int, context: int) -> str:
@@ -116,12 +119,13 @@ def reserve_per_request(width: int, block_size: int) -> int:
 
 def plans_for(args: argparse.Namespace, modes: Sequence[str], accept_length: str) -> list[Plan]:
     """One server per mode, on model folders written beside the results."""
-    shape, dtype = (shapes.TINY, "float32") if args.smoke else (shapes.QWEN3_8B, "bfloat16")
+    shape, dtype = (shapes.TINY, "float32") if args.smoke else (shapes.SHAPES[args.shape], "bfloat16")
     if args.smoke and servers.has_gpu():
         dtype = "bfloat16"
     target, drafter = shapes.write_models(shape, args.out.parent / "models", dtype)
-    # Equal for every selection of --requests, so that a filtered run's results serve the whole one.
-    most = 2 if args.smoke else max(32, *args.requests)
+    # Equal for every selection of --requests, so that a filtered run's results serve the whole one; but recurrent
+    # states of every node leave no room for requests that are not measured.
+    most = 2 if args.smoke else max(args.requests) if shape.recurrent else max(32, *args.requests)
     plans = []
     for mode in modes:
         rate = rate_of(mode, accept_length)
@@ -137,11 +141,15 @@ def plans_for(args: argparse.Namespace, modes: Sequence[str], accept_length: str
             *servers.common_flags(dtype, most, args.backend),
             *("--max-total-tokens", str(most * slots)),
             *servers.mode_flags(mode, drafter, args.topk_cap),
+            *hybrid_flags(shape, most),
             *args.server_flags,
         ]
         env = {} if mode == PLAIN else {"SGLANG_SIMULATE_ACC_LEN": str(rate)}
         if args.smoke:
             env["OMP_NUM_THREADS"] = "1"
+        if shape.recurrent:
+            # As text alone: SGLang wants an image processor's files otherwise.
+            env |= {"PYTHONPATH": str(servers.ROOT / "tests" / "plugins"), "DDTREE_TEST_TEXT_ONLY": "1"}
         plans.append(
             Plan(
                 mode=mode,
@@ -153,6 +161,11 @@ def plans_for(args: argparse.Namespace, modes: Sequence[str], accept_length: str
             )
         )
     return plans
+
+
+def hybrid_flags(shape: shapes.Shape, most: int) -> list[str]:
+    """Recurrent states for ``most`` requests, five each, and one for the prompt of each that the prefix cache keeps."""
+    return ["--max-mamba-cache-size", str(6 * most)] if shape.recurrent else []
 
 
 def make_prompts(requests: int, context: int, vocabulary: int) -> list[list[int]]:
@@ -168,7 +181,7 @@ def measure_point(server: BenchServer, plan: Plan, point: str, record: Record) -
     """Windows of a full batch, one per repetition; or why there are none."""
     requests, context = (int(part) for part in point.split(" x "))
     want = plan.conditions
-    shape = shapes.QWEN3_8B if shapes.QWEN3_8B.name in plan.name else shapes.TINY
+    shape = next((shape for shape in shapes.SHAPES.values() if plan.name.startswith(shape.name)), shapes.TINY)
     tokens = tokens_per_request(want["rounds"], want["rate"], requests)
     need = requests * (context + tokens + reserve_per_request(want["width"], shape.block_size))
     have = record.settings.get("kv_tokens") or need

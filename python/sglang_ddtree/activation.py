@@ -72,6 +72,25 @@ def _dummy_verify_input_hook(
     return DDTreeVerifyInput.create_dummy_input(config_of(server_args), custom_mask)
 
 
+def _state_memory_hook(original: Callable[..., float], self: Any, total_rest_memory: float) -> float:
+    """SGLang has sized the pool of recurrent states: say what fits, and fail where it is less than was asked for."""
+    if not _serves_ddtree(self.server_args):
+        return original(self, total_rest_memory)
+    from sglang.srt.runtime_context import get_schedule
+
+    from sglang_ddtree import state_memory
+
+    # Before SGLang fills in its own.
+    cache_size = get_schedule().max_mamba_cache_size
+    try:
+        left = original(self, total_rest_memory)
+    except RuntimeError as error:
+        state_memory.check(self, total_rest_memory, None, cache_size)
+        raise error
+    state_memory.check(self, total_rest_memory, left, cache_size)
+    return left
+
+
 def _image_inputs_hook(original: Callable[..., None], req: Any, image_inputs: Any) -> None:
     """Images join a request after it was validated: the drafter knows no image positions."""
     from sglang_ddtree.requests import message
@@ -141,7 +160,7 @@ def _init_info_hook(original: Callable[..., dict[str, Any]], self: Any) -> dict[
     """What the scheduler says about itself when it is ready, which ``/server_info`` shows."""
     info = original(self)
     if _serves_ddtree(self.server_args):
-        info["ddtree"] = requirements.describe(config_of(self.server_args), self.model_config)
+        info["ddtree"] = requirements.describe(config_of(self.server_args), self.server_args, self.model_config)
     return info
 
 
@@ -167,6 +186,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": _row_headroom_hook,
     "sglang.srt.speculative.dflash_utils.validate_dflash_request": _validate_request_hook,
     "sglang.srt.speculative.spec_info.create_dummy_verify_input": _dummy_verify_input_hook,
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache": _state_memory_hook,
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": _image_inputs_hook,
     "sglang.srt.managers.schedule_batch.Req.update_finish_state": _finish_state_hook,
     "sglang.srt.managers.scheduler.Scheduler.get_init_info": _init_info_hook,

@@ -67,6 +67,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         server_args.speculative_num_steps = 1
         server_args.speculative_eagle_topk = 1 if config.shadow_linear else max(2, config.topk)
         server_args.speculative_num_draft_tokens = config.verify_width
+        server_args._ddtree_requests_given = server_args.max_running_requests is not None
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
             logger.warning("DDTREE: --max-running-requests not given, using %d.", DEFAULT_MAX_RUNNING_REQUESTS)

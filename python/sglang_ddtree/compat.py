@@ -29,6 +29,7 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "spec_class",
         ),
         "sglang.srt.runtime_context.get_server_args": None,
+        "sglang.srt.runtime_context.get_schedule": None,
         "sglang.srt.managers.overlap_utils.FutureMap": (
             "device",
             "spec_algo",
@@ -42,6 +43,12 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
         "sglang.srt.configs.hybrid_arch.hybrid_gdn_config": ("model_config",),
         "sglang.srt.configs.hybrid_arch.kimi_linear_config": ("model_config",),
         "sglang.srt.configs.hybrid_arch.hybrid_lightning_config": ("model_config",),
+        "sglang.srt.configs.Qwen3NextConfig": None,
+        "sglang.srt.configs.NemotronHConfig": None,
+        "sglang.srt.configs.GraniteMoeHybridConfig": None,
+        "sglang.srt.configs.FalconH1Config": None,
+        "sglang.srt.configs.mamba_utils.mamba2_state_dtype": ("config",),
+        "sglang.srt.configs.mamba_utils.BaseLinearStateParams.mamba_cache_per_req": None,
         "sglang.srt.utils.hf_transformers_utils.get_config": (
             "model",
             "trust_remote_code",
@@ -60,6 +67,11 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "num_tokens_per_req",
             "is_draft_worker",
         ),
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache": (
+            "self",
+            "total_rest_memory",
+        ),
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._calculate_mamba_ratio": None,
         "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("self", "image_inputs"),
         "sglang.srt.managers.schedule_batch.Req.update_finish_state": ("self", "new_accepted_len"),
         # Round statistics.
@@ -214,6 +226,20 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
         ),
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode": ("batch",),
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache": ("self", "tgt_loc", "src_loc"),
+        # data_ptrs and data_strides, of which the round's own move reads where every layer's slots lie.
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_data_ptrs_and_strides": (),
+        "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool.move_kv_cache": ("self", "tgt_loc", "src_loc"),
+        # Its parts are asked whether they read ancestor bits, and it commits the accepted nodes' states.
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend": (
+            "full_attn_backend",
+            "linear_attn_backend",
+        ),
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend"
+        ".update_mamba_state_after_mtp_verify": (
+            "last_correct_step_indices",
+            "mamba_track_indices",
+            "mamba_steps_to_track",
+        ),
         "sglang.srt.speculative.spec_utils.record_stream_each": ("tensors", "stream"),
         "sglang.srt.speculative.spec_utils.record_stream_for_v2_verify": ("batch", "verify_input", "fwd_stream"),
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info": (

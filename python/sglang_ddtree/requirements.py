@@ -10,7 +10,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_ddtree import cpu
+from sglang_ddtree import cpu, hybrid
 from sglang_ddtree.flags import DDTreeConfig, FlagError, flag_name
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,9 @@ _NEVER = (
         "a tree moves KV slots, and the indices recorded for a slot would stay behind",
         "Drop the flag",
     ),
+    ("enable_linear_replayssm", "its buffer is filled by decoding one token at a time", "Drop the flag"),
     ("enable_linear_replayssm_spec", "its kernel replays a chain", "Drop the flag"),
+    ("enable_page_major_kv_layout", "a tree's commit writes contiguous pools", "Drop the flag"),
     (
         "enable_deterministic_inference",
         "the target's numbers depend on how many nodes and requests are verified together",
@@ -231,35 +233,14 @@ def _check_device(fields: dict[str, Any]) -> None:
         _refuse("page_size", fields["page_size"], "SGLang's paged allocator needs a GPU", "Use --page-size 1")
 
 
-def recurrent_layer_type(model_config: Any) -> str | None:
-    """The kind of recurrent layer of a hybrid target, None for attention only."""
-    from sglang.srt.configs import hybrid_arch
-
-    kinds = (
-        ("gated delta rule (GDN)", hybrid_arch.hybrid_gdn_config),
-        ("Mamba2 or short convolution", hybrid_arch.mamba2_config),
-        ("Kimi delta attention (KDA)", hybrid_arch.kimi_linear_config),
-        ("Lightning attention", hybrid_arch.hybrid_lightning_config),
-        ("recurrent", hybrid_arch.mambaish_config),
-    )
-    for name, find in kinds:
-        try:
-            found = find(model_config)
-        except ValueError:
-            # Inkling's config asks for a context that exists only in a running server.
-            found = model_config.hf_config
-        if found is not None:
-            return name
-    return None
-
-
-def describe(config: DDTreeConfig, target: Any) -> dict[str, Any]:
+def describe(config: DDTreeConfig, server_args: Any, target: Any) -> dict[str, Any]:
     """What ``/server_info`` shows of a DDTREE server; ``target`` is SGLang's ``ModelConfig``.
 
-    ``exact`` is False only where an unsafe flag lets a tree run over recurrent layers.
+    ``exact`` is False only where an unsafe flag lets a tree run over recurrent layers that are not proven exact.
     """
-    unsafe = config.allow_hybrid_unsafe and not config.shadow_linear and recurrent_layer_type(target) is not None
-    derived = {"verify_width": config.verify_width, "max_depth": config.max_depth, "exact": not unsafe}
+    checked = config.shadow_linear or not config.allow_hybrid_unsafe
+    exact = checked or hybrid.unproven(server_args, target, config) is None
+    derived = {"verify_width": config.verify_width, "max_depth": config.max_depth, "exact": exact}
     return {**dataclasses.asdict(config), **derived}
 
 
@@ -352,9 +333,21 @@ def check_models(server_args: Any, config: DDTreeConfig) -> int:
             f"{where} has block_size {block_size}: a block holds the last token and at least one draft. Use a drafter "
             "with a larger block."
         )
+    _check_hybrid_device(server_args, target)
     if not config.shadow_linear:
-        _check_tree_target(server_args, target, config)
+        _check_tree_target(server_args, target, dataclasses.replace(config, block_size=int(block_size)))
     return int(block_size)
+
+
+def _check_hybrid_device(server_args: Any, target: Any) -> None:
+    """Refuse a hybrid target on the CPU, whatever is verified."""
+    kind = hybrid.recurrent_layers(target)
+    if kind is not None and on_cpu({"device": server_args.device}):
+        raise FlagError(
+            f"DDTREE: the target {server_args.model_path} has recurrent layers of type {kind.name}, and SGLang keeps "
+            f"the states of a verify on a GPU. On a CPU neither {flag_name('shadow_linear')} nor "
+            f"{flag_name('allow_hybrid_unsafe')} helps. Use a GPU, or drop DDTREE."
+        )
 
 
 def _check_tree_target(server_args: Any, target: Any, config: DDTreeConfig) -> None:
@@ -366,18 +359,15 @@ def _check_tree_target(server_args: Any, target: Any, config: DDTreeConfig) -> N
             f"DDTREE: the target {server_args.model_path} uses multi-head latent attention (MLA), where a backend may "
             f"ignore a tree's mask. Serve the chain with {flag_name('shadow_linear')}, or drop DDTREE."
         )
-    kind = recurrent_layer_type(target)
-    if kind is not None and not config.allow_hybrid_unsafe:
-        raise FlagError(
-            f"DDTREE: the target {server_args.model_path} has recurrent layers of type {kind}, whose state a tree "
-            f"can corrupt. {flag_name('shadow_linear')} serves DFLASH's chain, which is always safe; "
-            f"{flag_name('allow_hybrid_unsafe')} runs the tree anyway, and its output may differ from the target's own."
-        )
-    if kind is not None:
+    kind, reason = hybrid.recurrent_layers(target), hybrid.unproven(server_args, target, config)
+    if kind is not None and reason is not None:
+        if not config.allow_hybrid_unsafe:
+            raise FlagError(hybrid.refusal(server_args.model_path, kind, reason))
         logger.warning(
-            "DDTREE: tree verify on a hybrid target (%s) because of %s: the output is not proven exact.",
-            kind,
+            "DDTREE: tree verify on a hybrid target (%s) because of %s: the output is not proven exact, since %s.",
+            kind.name,
             flag_name("allow_hybrid_unsafe"),
+            reason,
         )
     if getattr(target, "is_hybrid_swa", False) or getattr(target, "attention_chunk_size", None) is not None:
         _refuse_window(server_args.model_path)

@@ -10,7 +10,8 @@ named by DDTREE_TEST_SCRIPT changes:
   With ``"spread": s`` at least the s first ranks of every position are equally likely, which makes a tree wide.
 - ``{"fixed": [[token, ...], ...], "logprobs": [...]}``: these candidates at each position, whatever the target says.
 
-The target's continuation comes from transformers on the same checkpoint (DDTREE_TEST_TARGET).
+The target's continuation comes from transformers on the same checkpoint (DDTREE_TEST_TARGET); or with ``"known":
+[[token, ...], ...]`` beside the ranks from these sequences, of which a request's tokens should be a beginning.
 """
 
 import json
@@ -26,10 +27,12 @@ class Continuations:
     """The target's greedy continuation of any prefix, computed with transformers and remembered."""
 
     def __init__(self, path: str):
+        self.next_token: dict[tuple[int, ...], int] = {}
+        if not path:
+            return  # what follows will be known
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.next_token: dict[tuple[int, ...], int] = {}
 
     @torch.inference_mode()
     def after(self, prefix: tuple[int, ...]) -> int:
@@ -37,6 +40,14 @@ class Continuations:
             logits = self.model(torch.tensor([prefix])).logits[0, -1]
             self.next_token[prefix] = int(logits.argmax())
         return self.next_token[prefix]
+
+
+def following(known: list[list[int]], prefix: tuple[int, ...]) -> int:
+    """The token after ``prefix`` in the sequence that begins with it; 0 where there is none, as past its end."""
+    for sequence in known:
+        if len(sequence) > len(prefix) and tuple(sequence[: len(prefix)]) == prefix:
+            return sequence[len(prefix)]
+    return 0
 
 
 class Script:
@@ -62,8 +73,9 @@ class Script:
         plan = self.content["ranks"][turn % len(self.content["ranks"])]
         prefix = (*req.origin_input_ids, *self.committed[req.rid])
         tokens, logprobs = [], []
+        known = self.content.get("known")
         for position in range(positions):
-            truth = self.continuations.after(prefix)
+            truth = following(known, prefix) if known else self.continuations.after(prefix)
             prefix = (*prefix, truth)
             rank = plan[position] if position < len(plan) else -1
             # Tokens that differ from the truth and from each other.

@@ -120,7 +120,7 @@ class Pair:
             os.utime(self.script_path, ns=(before + 1, before + 1))
 
     def server(self, name: str, *args: str, env: dict[str, str] | None = None) -> Server:
-        """The server of that name, started if it does not run."""
+        """The server of that name, started if it does not run; without speculation if the name begins with "plain"."""
         key = (self.folder, name)
         if key in _running:
             _running[key] = _running.pop(key)
@@ -130,11 +130,11 @@ class Pair:
         # One thread: two that wait for each other lose more than tiny matrices gain.
         env = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT, **(env or {})}
         command = ["--model-path", str(self.target), *COMMON, *args]
-        if name != "plain":
+        if not name.startswith("plain"):
             command += ["--speculative-algorithm", "DDTREE"]
             command += ["--speculative-draft-model-path", str(self.drafter)]
             env.setdefault("DDTREE_TEST_SCRIPT", str(self.script_path))
-            env["DDTREE_TEST_TARGET"] = str(self.target)
+            env.setdefault("DDTREE_TEST_TARGET", str(self.target))
         server = Server(command, self.folder / f"{name}.log", env=env)
         server.wait_ready()
         _running[key] = server

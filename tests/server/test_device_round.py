@@ -96,6 +96,7 @@ def test_ends_within_an_accepted_run(qwen3: Pair) -> None:
 
 
 # Interpreted it takes minutes; retraction itself is tested in test_pressure.py, and only a GPU has pages.
+@pytest.mark.feature("`--page-size` above 1 (16 and 64)")
 @pytest.mark.gpu
 def test_retraction_of_large_pages(qwen3: Pair) -> None:
     """More requests than the pool holds, whole pages of 64 slots, and prompts prefilled in pieces."""

@@ -34,12 +34,14 @@ def chat(server: Server, text: str, **params):
     return server.client().chat.completions.create(model="default", messages=messages, **params)
 
 
+@pytest.mark.feature("completions and chat")
 def test_completion(pair: Pair) -> None:
     plain, tree = both(pair)
     for prompt in ("hello", "The quick brown fox", "1 2 3 4 5 6 7 8 9 10"):
         assert complete(tree, prompt) == complete(plain, prompt)
 
 
+@pytest.mark.feature("completions and chat")
 def test_chat(pair: Pair) -> None:
     plain, tree = both(pair)
     expected, got = chat(plain, "What is a tree?"), chat(tree, "What is a tree?")
@@ -48,6 +50,7 @@ def test_chat(pair: Pair) -> None:
     assert got.usage.completion_tokens == expected.usage.completion_tokens
 
 
+@pytest.mark.feature("streaming")
 def test_streaming(pair: Pair) -> None:
     """The chunks of a stream join to the text of the whole answer, in completions and in chat."""
     plain, tree = both(pair)
@@ -64,6 +67,7 @@ def test_streaming(pair: Pair) -> None:
     assert "".join(pieces) == expected
 
 
+@pytest.mark.feature("stops: EOS, stop strings, stop tokens, `max_tokens`, `ignore_eos`")
 def test_stop_strings(pair: Pair) -> None:
     """A stop string that ends within an accepted run cuts it there, streaming or not."""
     plain, tree = both(pair)
@@ -78,6 +82,7 @@ def test_stop_strings(pair: Pair) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
 
 
+@pytest.mark.feature("`n` above 1")
 def test_several_choices(pair: Pair) -> None:
     plain, tree = both(pair)
     answer = tree.client().completions.create(model="default", prompt="many", temperature=0, max_tokens=30, n=3)
@@ -98,6 +103,7 @@ def test_eight_concurrent_requests_of_different_lengths(pair: Pair) -> None:
     assert got == expected
 
 
+@pytest.mark.feature("prefix cache")
 def test_shared_prefix_twice(pair: Pair) -> None:
     """After a prefix hit the drafter still knows the prefix (vllm #47930, sglang #28528).
 
@@ -123,6 +129,7 @@ def test_shared_prefix_twice(pair: Pair) -> None:
             assert before["meta_info"][key] == after["meta_info"][key]
 
 
+@pytest.mark.feature("aborts, and clients that leave")
 def test_abort_in_mid_stream(pair: Pair) -> None:
     """A client that leaves takes nothing with it: others go on, and the slots come back."""
     plain, tree = both(pair)
@@ -142,6 +149,7 @@ def test_abort_in_mid_stream(pair: Pair) -> None:
     tree.assert_pool_empty()
 
 
+@pytest.mark.feature("requests up to the context limit")
 def test_near_the_context_limit(pair: Pair) -> None:
     """Rows reserve two rounds past the limit without touching their neighbours (sglang #33579, #26972)."""
     plain, tree = both(pair)
@@ -171,6 +179,7 @@ GRAMMARS = {
 
 
 # Once more with interpreted kernels, under overlap scheduling.
+@pytest.mark.feature("structured output with xgrammar: regex, EBNF, JSON schema")
 @pytest.mark.parametrize("kind, served", [*((kind, "tree") for kind in GRAMMARS), ("regex", "device")])
 def test_structured_output(pair: Pair, kind: str, served: str) -> None:
     """The mask of a node follows the node's own path, illegal siblings never win: the target's own masked choices
@@ -204,25 +213,60 @@ def test_structured_output(pair: Pair, kind: str, served: str) -> None:
 
 
 REFUSED = [
-    {"sampling_params": {"frequency_penalty": 0.5}},
-    {"sampling_params": {"presence_penalty": 0.5}},
-    {"sampling_params": {"repetition_penalty": 1.2}},
-    {"sampling_params": {"min_new_tokens": 4}},
+    pytest.param(
+        {"frequency_penalty": 0.5},
+        marks=pytest.mark.feature(
+            "request: frequency penalty",
+            refused="DDTREE speculative decoding does not support frequency_penalty yet. Drop it, or use a server "
+            "without speculation.",
+        ),
+    ),
+    pytest.param(
+        {"presence_penalty": 0.5},
+        marks=pytest.mark.feature(
+            "request: presence penalty",
+            refused="DDTREE speculative decoding does not support presence_penalty yet. Drop it, or use a server "
+            "without speculation.",
+        ),
+    ),
+    pytest.param(
+        {"repetition_penalty": 1.2},
+        marks=pytest.mark.feature(
+            "request: repetition penalty",
+            refused="DDTREE speculative decoding does not support repetition_penalty yet. Drop it, or use a server "
+            "without speculation.",
+        ),
+    ),
+    pytest.param(
+        {"min_new_tokens": 4},
+        marks=pytest.mark.feature(
+            "request: `min_tokens`",
+            refused="DDTREE speculative decoding does not support min_new_tokens yet. Drop it, or use a server "
+            "without speculation.",
+        ),
+    ),
 ]
 
 
-@pytest.mark.parametrize("extra", REFUSED, ids=lambda extra: json.dumps(extra))
-def test_unsupported_features_get_400(pair: Pair, extra: dict) -> None:
+@pytest.mark.parametrize("asked", REFUSED, ids=json.dumps)
+def test_unsupported_features_get_400(pair: Pair, asked: dict, refused: str) -> None:
     """Among them a repetition penalty, which would be ignored within a run (sglang #28180)."""
-    body = {"text": "hi", **extra}
-    body["sampling_params"] = {"max_new_tokens": 4, "temperature": 0, **body.get("sampling_params", {})}
+    body = {"text": "hi", "sampling_params": {"max_new_tokens": 4, "temperature": 0, **asked}}
     status, text = pair.tree.refused("/generate", body)
     assert status == 400
-    assert "DDTREE speculative decoding does not support" in text
+    assert refused in text
+    # OpenAI's API has its own name for one of them.
+    names = {"min_new_tokens": "min_tokens"}
+    body = {"model": "default", "max_tokens": 4, **{names.get(name, name): value for name, value in asked.items()}}
+    messages = [{"role": "user", "content": "hi"}]
+    for path, said in (("completions", {"prompt": "hi"}), ("chat/completions", {"messages": messages})):
+        status, text = pair.tree.refused(f"/v1/{path}", {**body, **said})
+        assert status == 400 and refused in text
     # The server goes on, and the refused request left nothing behind.
     assert complete(pair.tree, "after") == complete(pair.plain, "after")
 
 
+@pytest.mark.feature("logit bias")
 def test_logit_bias(pair: Pair) -> None:
     plain, tree = both(pair)
     bias = {"65": 100.0}

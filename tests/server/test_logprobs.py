@@ -33,6 +33,7 @@ def assert_alike(got: Any, expected: Any, where: str) -> None:
         assert got == expected, where
 
 
+@pytest.mark.feature("log-probabilities: input, output, the best, chosen tokens")
 @pytest.mark.parametrize("served", ["tree", "chain", "device"])
 def test_generate(qwen3: Pair, served: str) -> None:
     """Input and output, the best three and two chosen tokens; an accepted path leaves the chain on the way."""
@@ -47,6 +48,7 @@ def test_generate(qwen3: Pair, served: str) -> None:
             assert_alike(got["meta_info"][part], want["meta_info"][part], part)
 
 
+@pytest.mark.feature("log-probabilities: input, output, the best, chosen tokens")
 def test_a_batch_in_which_one_asks(qwen3: Pair) -> None:
     """Beside a sampled request, for which the sampler overwrites the logits in place."""
     length = dict(max_new_tokens=12, ignore_eos=True)
@@ -67,6 +69,7 @@ def test_a_batch_in_which_one_asks(qwen3: Pair) -> None:
     assert_alike(answers[1]["meta_info"][part], known, part)
 
 
+@pytest.mark.feature("log-probabilities: input, output, the best, chosen tokens")
 def test_a_stop_within_an_accepted_run(qwen3: Pair) -> None:
     """The end of sequence, a stop token and the length cut a run: as many entries as tokens."""
     free = ask(qwen3.plain, [qwen3.eos_prompt], dict(temperature=0, max_new_tokens=30, ignore_eos=True))[0][
@@ -84,6 +87,7 @@ def test_a_stop_within_an_accepted_run(qwen3: Pair) -> None:
             assert_alike(got["meta_info"][part], expected["meta_info"][part], part)
 
 
+@pytest.mark.feature("log-probabilities in completions and chat")
 def test_openai(qwen3: Pair) -> None:
     """Completions and chat, with a stop string inside an accepted run, plain and as a stream."""
     qwen3.script(ranks=[[0] * DEPTH])
@@ -95,6 +99,8 @@ def test_openai(qwen3: Pair) -> None:
         assert len(done.choices[0].logprobs.tokens) == 20
         stop = done.choices[0].text[6:8]
         cut = client.completions.create(prompt="hello", logprobs=2, stop=stop, **asked)
+        echoed = client.completions.create(prompt="hello", logprobs=2, echo=True, **asked)
+        assert len(echoed.choices[0].logprobs.tokens) > len("hello")
         chunks = list(client.completions.create(prompt="hello", logprobs=2, stream=True, **asked))
         streamed = [
             p for c in chunks if c.choices and c.choices[0].logprobs for p in c.choices[0].logprobs.token_logprobs
@@ -107,6 +113,7 @@ def test_openai(qwen3: Pair) -> None:
                 done.choices[0].logprobs.token_logprobs,
                 cut.choices[0].logprobs.token_logprobs,
                 cut.choices[0].text,
+                echoed.choices[0].logprobs.token_logprobs,
                 streamed,
                 [entry.logprob for entry in chat.choices[0].logprobs.content],
             ]

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from pairs import BLOCK_SIZE, Pair
-from serving import committed_per_round, environment, output_ids
+from serving import GPU_ENVIRONMENT, HERE, committed_per_round, environment, output_ids
 
 DEPTH = BLOCK_SIZE - 1
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"0123456789 " * 12)]
@@ -18,6 +18,7 @@ LENGTH = dict(max_new_tokens=41, ignore_eos=True)
 SIDE = [[0, 1, 0, 0, 0, 0, 0], [1, 0, 0, -1, -1, -1, -1], [-1] * DEPTH]
 
 
+@pytest.mark.feature("`--tp-size 2`")
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_ranks(qwen3: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks give the tokens of one, and agree with each other on sampled requests (sglang #33614).
@@ -39,6 +40,7 @@ def test_two_ranks(qwen3: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     qwen3.stop("tp2")
 
 
+@pytest.mark.feature("`SGLANG_SIMULATE_ACC_LEN`")
 def test_simulated_acceptance(qwen3: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLANG_SIMULATE_ACC_LEN forces the mean of the committed tokens per round, as it does for DFLASH."""
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3.5")
@@ -50,6 +52,7 @@ def test_simulated_acceptance(qwen3: Pair, monkeypatch: pytest.MonkeyPatch) -> N
     qwen3.stop("simulated")
 
 
+@pytest.mark.feature("chunked prefill, `--disable-radix-cache`")
 def test_small_chunks_and_no_prefix_cache(qwen3: Pair) -> None:
     """A prompt that is prefilled in pieces, and served without the prefix cache: the drafter's KV is whole."""
     expected = qwen3.expected(PROMPTS, **LENGTH)
@@ -73,8 +76,8 @@ def test_small_chunks_and_no_prefix_cache(qwen3: Pair) -> None:
 
 
 ENGINE = """
-import json, sys
-import sglang
+import json, sys, time
+import safetensors.torch, sglang
 
 if __name__ == "__main__":
     target, drafter, prompts = json.loads(sys.argv[1])
@@ -88,21 +91,32 @@ if __name__ == "__main__":
     rounds = meta["spec_verify_ct"]
     counted = [meta["spec_proposed_drafts"] / rounds, meta["ddtree"]["rounds"] / rounds]
     counted.append(engine.get_server_info()["ddtree"]["budget"])
-    print(json.dumps([[a["output_ids"] for a in answers], counted]))
+    # Other weights for the target, and the old ones again: the drafter is not meant.
+    name = "model.norm.weight"
+    old = safetensors.torch.load_file(target + "/model.safetensors")[name]
+    updated = [answers]
+    for weights in (-old, old):
+        # SGLang's scheduler ends if it is asked before it has noticed that the last request is over.
+        time.sleep(2)
+        engine.update_weights_from_tensor([(name, weights)])
+        updated.append(engine.generate(input_ids=prompts, sampling_params=params))
+    print(json.dumps([[[a["output_ids"] for a in answers] for answers in updated], counted]))
     engine.shutdown()
 """
 
 
+@pytest.mark.feature("`sglang.Engine`")
 def test_engine(qwen3: Pair) -> None:
-    """The flags as keywords of ``sglang.Engine``."""
+    """The flags as keywords of ``sglang.Engine``, and weights from tensors."""
     expected = qwen3.expected(PROMPTS, **LENGTH)
     script = qwen3.folder / "engine.py"
     script.write_text(ENGINE)
     arguments = json.dumps([str(qwen3.target), str(qwen3.drafter), PROMPTS])
+    env = environment({"PYTHONPATH": str(HERE / "plugins"), **GPU_ENVIRONMENT})
     done = subprocess.run(
-        [sys.executable, str(script), arguments], capture_output=True, text=True, env=environment(), timeout=300
+        [sys.executable, str(script), arguments], capture_output=True, text=True, env=env, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    answers, counted = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("[[")))
-    assert answers == expected
+    (answers, others, again), counted = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("[[")))
+    assert answers == again == expected != others
     assert counted == [7, 1, 7]

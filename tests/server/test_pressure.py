@@ -34,6 +34,7 @@ def small(qwen3: Pair) -> Server:
     )
 
 
+@pytest.mark.feature("retraction when the KV pool is full")
 def test_retraction(qwen3: Pair, small: Server) -> None:
     """More requests than the KV pool holds: some are retracted and begin again (sglang #19881, #13765)."""
     prompts = [list(b"request %d " % i * 8) for i in range(8)]
@@ -49,6 +50,64 @@ def test_retraction(qwen3: Pair, small: Server) -> None:
     small.assert_pool_empty()
 
 
+# Slots of the pool, and of two rounds of budget 15.
+POOL, RESERVED = 300, 32
+
+
+def tiny_pools(pair: Pair) -> tuple[Server, Server]:
+    """Servers without speculation and with it, whose pool holds less than the context."""
+    flags = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.1")
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    pair.script(ranks=SIDE)
+    return (
+        pair.server("plain-tiny", *flags, env=env),
+        pair.server("tiny", "--speculative-ddtree-budget", "15", *flags, env=env),
+    )
+
+
+def try_it(server: Server, prompt: list[int], tokens: int) -> tuple[list[int], str]:
+    """The tokens and the reason of the end; of a request that fails: none, and what is said of it."""
+    params = dict(temperature=0, max_new_tokens=tokens, ignore_eos=True)
+    try:
+        answer = server.post("/generate", {"input_ids": prompt, "sampling_params": params})
+    except urllib.error.HTTPError as error:
+        return [], f"{error.code}: {json.loads(error.read())['message']}"
+    return answer["output_ids"], answer["meta_info"]["finish_reason"]["type"]
+
+
+NO_ROOM = "500: Out of memory even after retracting all other requests in the decode batch. Aborting the last request."
+
+
+def test_out_of_memory_in_mid_round(qwen3: Pair) -> None:
+    """A request that is alone and finds no room for a round is ended, and nothing else is (sglang #19881, #13765).
+
+    Without speculation it cannot happen: SGLang ends a request by its length where the pool would be full, one slot
+    per step. A round reserves more than that.
+    """
+    plain, tree = tiny_pools(qwen3)
+    prompts = {length: [(7 * i + length) % 250 for i in range(length)] for length in (60, 150, 200, 250, 290)}
+    # The last of these rounds begins with one token fewer than the request will have, of which one has no slot yet.
+    for length, tokens in ((200, POOL - RESERVED - 200), (200, 98), (250, 48), (290, 8)):
+        said, reason = try_it(plain, prompts[length], tokens)
+        assert (len(said), reason) == (tokens, "length")
+        fits = length + tokens <= POOL - RESERVED
+        assert try_it(tree, prompts[length], tokens) == ((said, reason) if fits else ([], NO_ROOM))
+        tree.assert_slots_are_back()
+    # Longer than any pool could answer: the same words.
+    assert tree.refused("/generate", {"input_ids": [1] * POOL}) == plain.refused("/generate", {"input_ids": [1] * POOL})
+    # Beside others, which are retracted for it or it for them.
+    asked = [(150, 140), (60, 60), (60, 61), (60, 62)]
+    expected = [try_it(plain, prompts[length], tokens) for length, tokens in asked]
+    expected[0] = [], NO_ROOM
+    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+        futures = [pool.submit(try_it, tree, prompts[length], tokens) for length, tokens in asked]
+        assert [future.result() for future in futures] == expected
+    tree.assert_pool_empty()
+    for name in ("plain-tiny", "tiny"):
+        qwen3.stop(name)
+
+
+@pytest.mark.feature("500 requests in the queue")
 def test_five_hundred_requests_in_the_queue(qwen3: Pair, small: Server) -> None:
     """Short ones, so that requests end and begin at every step (sglang #18803: a recycled row is overwritten)."""
     prompts = [list(b"%03d" % i) for i in range(500)]
@@ -100,6 +159,7 @@ GRAMMARS = {
 }
 
 
+@pytest.mark.feature("structured output with llguidance: regex, EBNF, JSON schema")
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_llguidance(qwen3: Pair, small: Server, kind: str) -> None:
     """--grammar-backend llguidance: each node's mask follows its own path, whatever is drafted."""
@@ -139,6 +199,7 @@ def ask(server: Server, rid: str, prompt: str, **params: Any) -> dict[str, Any]:
     return server.post("/generate", {"rid": rid, "text": prompt, "sampling_params": {**LONG, **params}})
 
 
+@pytest.mark.feature("aborts, and clients that leave")
 def test_aborts_at_any_moment(qwen3: Pair, small: Server) -> None:
     """Queued, in prefill, in a round, retracted: what an aborted request has said is right, others do not notice."""
     rng = random.Random(5)
@@ -176,6 +237,7 @@ def leave(server: Server, prompt: str, chunks: int | None) -> None:
     connection.close()
 
 
+@pytest.mark.feature("aborts, and clients that leave")
 def test_clients_that_leave(qwen3: Pair, small: Server) -> None:
     """In mid-stream, or before there is an answer: their requests end, and the slots come back."""
     prompt, params = list(b"I stay"), dict(max_new_tokens=60, ignore_eos=True)
@@ -243,6 +305,7 @@ class Running:
         return self.last
 
 
+@pytest.mark.feature("`/flush_cache`, `/pause_generation` and `/continue_generation`")
 def test_flush_cache_while_a_request_runs(qwen3: Pair, small: Server) -> None:
     """Refused as without speculation, and the request does not notice."""
     running = Running(small, "do not flush me")
@@ -252,6 +315,7 @@ def test_flush_cache_while_a_request_runs(qwen3: Pair, small: Server) -> None:
     small.assert_pool_empty()
 
 
+@pytest.mark.feature("`/flush_cache`, `/pause_generation` and `/continue_generation`")
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_pause_and_continue(qwen3: Pair, small: Server, mode: str) -> None:
     """/pause_generation in mid-answer: nothing is said until /continue_generation, then what would have been said."""
@@ -277,6 +341,7 @@ def test_pause_and_continue(qwen3: Pair, small: Server, mode: str) -> None:
     small.assert_pool_empty()
 
 
+@pytest.mark.feature("`/update_weights_from_disk`: the drafter keeps its weights")
 def test_new_weights(qwen3: Pair, small: Server) -> None:
     """/update_weights_from_disk: the target changes, the drafter stays, the answers are the new target's."""
     other = qwen3.folder / "other"
@@ -296,6 +361,11 @@ def test_new_weights(qwen3: Pair, small: Server) -> None:
     finally:
         assert small.post("/update_weights_from_disk", {"model_path": str(qwen3.target)})["success"]
     assert output_ids(small.generate([prompt], **params)) == before
+
+
+def test_operators_questions_are_answered_as_without_speculation(qwen3: Pair) -> None:
+    for path in ("/health", "/health_generate", "/model_info"):
+        assert qwen3.tree.get(path) == qwen3.plain.get(path), path
 
 
 def test_the_plugin_adds_no_endpoint(qwen3: Pair) -> None:

@@ -124,12 +124,15 @@ def check_distribution(pair: Pair, exact: Exact, accepted_drafts: float, **scrip
     assert accepted > accepted_drafts
 
 
+@pytest.mark.feature("sampled requests: the target's distribution (temperature, top-k, top-p, min-p)")
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_distribution_with_a_confidently_wrong_drafter(qwen3: Pair, params: dict) -> None:
+    """Nor is a token of probability zero ever served (sglang #35771)."""
     exact = Exact(qwen3.target, params)
     check_distribution(qwen3, exact, 0.1, **wrong_candidates(exact))
 
 
+@pytest.mark.feature("sampled requests: the target's distribution (temperature, top-k, top-p, min-p)")
 def test_distribution_with_a_drafter_that_is_often_right(qwen3: Pair) -> None:
     exact = Exact(qwen3.target, {"temperature": 1.0, "top_k": 4})
     check_distribution(qwen3, exact, 0.2, ranks=[[1, 0, 0, 0, 0, 0, 0]])
@@ -148,6 +151,7 @@ def test_the_test_can_fail(qwen3: Pair) -> None:
     assert chi_square_p(observed, another) < P_VALUE
 
 
+@pytest.mark.feature("greedy and sampled requests in one batch")
 def test_greedy_and_sampled_in_one_batch(qwen3: Pair) -> None:
     """A greedy request beside sampled ones gives its own greedy tokens."""
     prompts = [list(b"greedy one"), list(b"greedy two")]

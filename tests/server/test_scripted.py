@@ -24,6 +24,7 @@ def check(pair: Pair, ranks: list[list[int]], rounds: dict[int, int], **sampling
         assert histogram(answer) == rounds
 
 
+@pytest.mark.feature("greedy requests: equal to no speculation, token for token")
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_accept_everything(pair_of, kind: str) -> None:
     pair = pair_of(kind)
@@ -32,6 +33,8 @@ def test_accept_everything(pair_of, kind: str) -> None:
     pair.script()
 
 
+@pytest.mark.feature("greedy requests: equal to no speculation, token for token")
+@pytest.mark.feature("attention backend `torch_native` (a CPU's default)", on="cpu")
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_real_drafter(pair_of, kind: str) -> None:
     """No script: the random drafter's own candidates."""
@@ -43,6 +46,7 @@ def test_accept_nothing(qwen3: Pair) -> None:
     check(qwen3, [[-1] * DEPTH], {0: 40})
 
 
+@pytest.mark.feature("greedy requests: equal to no speculation, token for token")
 @pytest.mark.parametrize("depth", range(1, DEPTH + 1))
 def test_side_branch_at_every_depth(qwen3: Pair, depth: int) -> None:
     """The chain is left at ``depth`` and the walk goes on along the side branch, round after round."""
@@ -62,12 +66,14 @@ def test_side_branch_then_rejection(qwen3: Pair) -> None:
     check(qwen3, [[0, 1, 0, -1, -1, -1, -1], [-1] * DEPTH], {0: 8, 3: 8})
 
 
+@pytest.mark.feature("greedy requests: equal to no speculation, token for token")
 def test_side_branch_twice_in_a_row(qwen3: Pair) -> None:
     """A fork measured 3.2 instead of 7.05 tokens a round here: slots that were repointed, not moved, alias
     the next round's window. Two different side branches follow each other, at the first and second depth."""
     check(qwen3, [[1, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0]], {DEPTH: 5})
 
 
+@pytest.mark.feature("stops: EOS, stop strings, stop tokens, `max_tokens`, `ignore_eos`")
 def test_max_tokens_in_mid_path(qwen3: Pair) -> None:
     for tokens in (1, 2, 5, 9, 12):
         expected = qwen3.expected(PROMPTS, max_new_tokens=tokens, ignore_eos=True)
@@ -78,6 +84,7 @@ def test_max_tokens_in_mid_path(qwen3: Pair) -> None:
         assert all(a["meta_info"]["completion_tokens"] == tokens for a in answers)
 
 
+@pytest.mark.feature("stops: EOS, stop strings, stop tokens, `max_tokens`, `ignore_eos`")
 def test_eos_in_mid_path(qwen3: Pair) -> None:
     """The end of sequence stands between accepted drafts: what follows it is dropped."""
     expected = qwen3.expected([qwen3.eos_prompt], max_new_tokens=64)
@@ -88,6 +95,7 @@ def test_eos_in_mid_path(qwen3: Pair) -> None:
     assert len(answer["output_ids"]) == qwen3.eos_at + 1
 
 
+@pytest.mark.feature("stops: EOS, stop strings, stop tokens, `max_tokens`, `ignore_eos`")
 def test_stop_token_in_mid_path(qwen3: Pair) -> None:
     free = qwen3.expected([qwen3.eos_prompt], max_new_tokens=64)[0]
     stop = next(token for i, token in enumerate(free) if i > 1 and i % BLOCK_SIZE > 1 and token not in free[:i])
@@ -99,6 +107,7 @@ def test_stop_token_in_mid_path(qwen3: Pair) -> None:
     assert answer["meta_info"]["finish_reason"]["matched"] == stop
 
 
+@pytest.mark.feature("`--speculative-ddtree-shadow-linear`")
 @pytest.mark.parametrize("ranks", [[[0] * DEPTH], [[0, 0, 0, -1, -1, -1, -1]]])
 def test_chain(qwen3: Pair, ranks: list[list[int]]) -> None:
     """Shadow-linear serves DFLASH's chain, and budget D - 1 with cap 1 is the same chain as a tree."""
@@ -115,6 +124,7 @@ def test_chain(qwen3: Pair, ranks: list[list[int]]) -> None:
     assert set(histogram(linear[0])) == {drafts}
 
 
+@pytest.mark.feature("budgets below and far above the block size (3 and 255)")
 def test_budget_below_depth_and_wide_budget(qwen3: Pair) -> None:
     """N < D (the draft writes more slots than verify) and N much larger than D (sglang #26866, #15360)."""
     expected = qwen3.expected(PROMPTS, **LENGTH)

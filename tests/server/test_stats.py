@@ -64,6 +64,7 @@ def ask(pair: Pair, server: Server, **script) -> list[dict]:
 # --- The tree is served ------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("round statistics in `meta_info` and `/metrics`")
 @pytest.mark.parametrize(
     "ranks, committed, side",
     [
@@ -109,6 +110,7 @@ def test_tree_depth(qwen3: Pair, spread: int, depth: int) -> None:
         assert report["tree_depth_per_round"] == depth
 
 
+@pytest.mark.feature("round statistics in `meta_info` and `/metrics`")
 def test_accept_rate_reaches_one(qwen3: Pair) -> None:
     """A path holds one node per depth: at most 7 of the 15 drafted nodes (SGLang's own rate would end at 7 / 15)."""
     server = qwen3.tree
@@ -142,6 +144,7 @@ def test_a_request_that_ends_within_a_round(qwen3: Pair) -> None:
         assert histogram(meta["ddtree"]["committed_tokens_histogram"]) == {8: rounds}
 
 
+@pytest.mark.feature("round statistics in `meta_info` and `/metrics`")
 def test_streams_and_chats_carry_the_numbers(qwen3: Pair) -> None:
     qwen3.script(ranks=SIDE)
     body = {"input_ids": PROMPTS[0], "sampling_params": {"temperature": 0, **LENGTH}, "stream": True}
@@ -175,6 +178,7 @@ def test_streams_and_chats_carry_the_numbers(qwen3: Pair) -> None:
 # --- The chain is served, the tree is looked at --------------------------------------------------------
 
 
+@pytest.mark.feature("`--speculative-ddtree-shadow-linear`")
 @pytest.mark.parametrize(
     "script, served, tree, mismatch, rescued, pruned",
     [
@@ -287,6 +291,7 @@ def test_rounds_launched_for_requests_that_had_ended_are_not_counted(qwen3: Pair
 # --- /server_info --------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("configuration in `/server_info`")
 def test_server_info(qwen3: Pair) -> None:
     shared = {"topk_cap": 8, "block_size": BLOCK_SIZE, "allow_hybrid_unsafe": False, "exact": True}
     tree = json.loads(qwen3.tree.get("/server_info"))

@@ -156,6 +156,7 @@ def ends(text: str, ids: list[int]) -> list[dict[str, Any]]:
     return cases
 
 
+@pytest.mark.feature("stops: EOS, stop strings, stop tokens, `max_tokens`, `ignore_eos`")
 def test_every_way_to_end_within_a_run(taught: Pair, servers: tuple[Server, Server]) -> None:
     """The first end in the text wins, whatever kind it is, as if tokens came one at a time."""
     plain, tree = servers
@@ -182,6 +183,7 @@ def events(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, An
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.feature("streaming")
 @pytest.mark.parametrize("more", [{}, {"stop": "als"}, {"max_tokens": 33}, {"stop": [" 7 ✓", "öß"]}], ids=str)
 def test_streams_are_whole_and_in_order(servers: tuple[Server, Server], more: dict[str, Any]) -> None:
     """No chunk holds half a character or a stop string; together they are the whole answer, counted once."""
@@ -245,6 +247,7 @@ CHATS = {
 }
 
 
+@pytest.mark.feature("`--reasoning-parser`, `--tool-call-parser`")
 @pytest.mark.parametrize("name", CHATS)
 def test_parsers_see_the_same_text(servers: tuple[Server, Server], name: str) -> None:
     """--reasoning-parser and --tool-call-parser, whole answers and streams."""
@@ -270,6 +273,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.feature("structured output after reasoning")
 def test_a_grammar_begins_after_the_reasoning(servers: tuple[Server, Server]) -> None:
     """The end of thinking lies within an accepted run: from there on the grammar rules."""
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}

@@ -65,6 +65,55 @@ def test_the_8b_shape_has_8b_parameters():
     assert 8.1e9 < s.layers * layer + 2 * s.vocab_size * s.hidden_size < 8.3e9
 
 
+HYBRID = shapes.QWEN36_27B
+
+
+def test_sglang_reads_the_hybrid_shape(tmp_path):
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang_ddtree import hybrid
+
+    target, drafter = shapes.write_models(HYBRID, tmp_path)
+    model = ModelConfig(str(target))
+    text = hybrid_gdn_config(model)
+    assert (text.hidden_size, text.num_hidden_layers, text.head_dim) == (5120, 64, 256)
+    assert text.full_attention_layer_ids == list(range(3, 64, 4)) and len(text.linear_layer_ids) == 48
+    assert (text.linear_num_key_heads, text.linear_num_value_heads, text.linear_value_head_dim) == (16, 48, 128)
+    assert model.model_is_mrope and sum(text.rope_parameters["mrope_section"]) == text.head_dim / 4 / 2
+    assert hybrid.recurrent_layers(model) is hybrid.GDN
+    flags = ["--model-path", str(target), "--speculative-algorithm", "DDTREE"]
+    config = json.loads((drafter / "config.json").read_text())
+    assert config["hidden_size"] == text.hidden_size and len(config["dflash_config"]["target_layer_ids"]) == 5
+    if servers.has_gpu():
+        return
+    with pytest.raises(ValueError, match=r"of type gated delta rule \(GDN\), and SGLang keeps the states .* on a GPU"):
+        prepare_server_args([*flags, "--speculative-draft-model-path", str(drafter), "--device", "cpu"])
+
+
+def test_the_hybrid_shape_has_27b_parameters():
+    s, r = HYBRID, HYBRID.recurrent
+    keys, values = r.key_heads * r.head_dim, r.value_heads * r.head_dim
+    # Queries with their gate; keys, values, gate and output of the recurrence, the two gates per head left out.
+    attention = s.hidden_size * s.head_dim * (3 * s.heads + 2 * s.kv_heads)
+    recurrence = s.hidden_size * (2 * keys + 3 * values)
+    mlp = 3 * s.hidden_size * s.intermediate_size
+    attention_layers = s.layers // r.attention_every
+    layers = attention_layers * attention + (s.layers - attention_layers) * recurrence + s.layers * mlp
+    assert 26.5e9 < layers + 2 * s.vocab_size * s.hidden_size < 27.5e9
+
+
+def test_servers_of_a_hybrid_have_room_for_its_states_and_no_images(tmp_path):
+    args = arguments(tmp_path, "--shape", "qwen3.6-27b", "--requests", "1", "8")
+    (plan,) = decode.plans_for(args, ["ddtree-31"], decode.RECORDED)
+    flags = dict(zip(plan.flags, plan.flags[1:], strict=False))
+    assert flags["--max-running-requests"] == "8" and flags["--max-mamba-cache-size"] == "48"
+    assert plan.env["DDTREE_TEST_TEXT_ONLY"] == "1" and plan.env["PYTHONPATH"] == str(ROOT / "tests" / "plugins")
+    assert "27B" in decode.model_of(args) and plan.name.startswith("qwen3.6-27b")
+    (plan,) = decode.plans_for(arguments(tmp_path), ["ddtree-31"], decode.RECORDED)
+    assert "--max-mamba-cache-size" not in plan.flags and "PYTHONPATH" not in plan.env
+    assert plan.name.startswith("qwen3-8b")
+
+
 # --- Flags ------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ HOOKED_FUNCTIONS = [
     "sglang.srt.constrained.xgrammar_backend._allocate_token_bitmask",
 ]
 HOOKED_METHODS = [
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs",
     "sglang.srt.managers.schedule_batch.Req.update_finish_state",
     "sglang.srt.managers.scheduler.Scheduler.get_init_info",

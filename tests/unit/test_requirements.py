@@ -12,7 +12,7 @@ load_plugins()
 
 from sglang.srt import configs  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
-from sglang_ddtree import activation, overlay, requirements  # noqa: E402
+from sglang_ddtree import activation, hybrid, overlay, requirements  # noqa: E402
 from sglang_ddtree.flags import DDTreeConfig, FlagError  # noqa: E402
 from transformers import LlamaConfig, Qwen3Config  # noqa: E402
 
@@ -392,18 +392,48 @@ ATTENTION_ONLY = {
     "Llama": LlamaConfig,
     "Granite without Mamba": lambda: granite("attention"),
 }
-HYBRIDS = {
-    "Qwen3-Next": (configs.Qwen3NextConfig, "gated delta rule (GDN)"),
-    "Qwen3.5": (configs.Qwen3_5Config, "gated delta rule (GDN)"),
-    "Qwen3.5 MoE": (configs.Qwen3_5MoeConfig, "gated delta rule (GDN)"),
-    "Jet-Nemotron": (configs.JetNemotronConfig, "gated delta rule (GDN)"),
-    "Falcon-H1": (configs.FalconH1Config, "Mamba2 or short convolution"),
-    "Nemotron-H": (configs.NemotronHConfig, "Mamba2 or short convolution"),
-    "Granite with Mamba": (lambda: granite("mamba"), "Mamba2 or short convolution"),
-    "LFM2": (configs.Lfm2Config, "Mamba2 or short convolution"),
-    "LFM2 MoE": (configs.Lfm2MoeConfig, "Mamba2 or short convolution"),
+GDN = "gated delta rule (GDN)"
+# Exact in a tree, by SGLang's own kernels.
+PROVEN = {
+    "Qwen3-Next": (configs.Qwen3NextConfig, GDN),
+    "Qwen3.5": (configs.Qwen3_5Config, GDN),
+    "Qwen3.5 MoE": (configs.Qwen3_5MoeConfig, GDN),
+    "Nemotron-H": (configs.NemotronHConfig, "Mamba2"),
+    "Granite with Mamba": (lambda: granite("mamba"), "Mamba2"),
+}
+UNPROVEN = {
+    "Jet-Nemotron": (configs.JetNemotronConfig, f"{GDN} with a dynamic convolution"),
+    "Falcon-H1": (configs.FalconH1Config, "Mamba2"),
+    "LFM2": (configs.Lfm2Config, "short convolution"),
+    "LFM2 MoE": (configs.Lfm2MoeConfig, "short convolution"),
+    "Inkling": (configs.InklingModelConfig, "short convolution"),
     "Kimi Linear": (configs.KimiLinearConfig, "Kimi delta attention (KDA)"),
     "Bailing": (configs.BailingHybridConfig, "Lightning attention"),
+}
+# Settings under which they are not: of which kind, the setting, and what the message must name.
+UNPROVEN_SETTINGS = {
+    "FlashInfer for Mamba2": ("Nemotron-H", dict(mamba_backend="flashinfer"), "--mamba-backend flashinfer"),
+    "stochastic rounding": (
+        "Nemotron-H",
+        dict(enable_mamba_cache_stochastic_rounding=True),
+        "--enable-mamba-cache-stochastic-rounding",
+    ),
+    "int8 checkpoints": ("Qwen3.5", dict(enable_int8_mamba_checkpoint=True), "--enable-int8-mamba-checkpoint"),
+    "a short interval": (
+        "Qwen3.5",
+        dict(mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=15),
+        "--mamba-track-interval 15 is shorter than two rounds (give 16 or more)",
+    ),
+}
+PROVEN_SETTINGS = {
+    "as it comes": {},
+    "two rounds": dict(mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=16),
+    "no tracking": dict(mamba_radix_cache_strategy="no_buffer", mamba_track_interval=1),
+    "no prefix cache": dict(
+        disable_radix_cache=True, mamba_radix_cache_strategy="extra_buffer", mamba_track_interval=1
+    ),
+    # Whatever decodes or reads prompts, GDN verifies a tree by one kernel.
+    "other GDN kernels": dict(linear_attn_backend="flashinfer", linear_attn_prefill_backend="cutedsl"),
 }
 
 
@@ -426,8 +456,10 @@ def drafter(tmp_path_factory):
     return tiny_models.make_drafter(tmp_path_factory.mktemp("models") / "drafter", block_size=8)
 
 
-def check(target_config, drafter, **flags):
+def check(target_config, drafter, settings=None, **flags):
+    """Budget 15 and blocks of 8: a round commits up to 8 tokens."""
     server_args = SimpleNamespace(
+        **{"device": "cuda", **(settings or {})},
         model_path="org/target",
         get_model_config=lambda: target_config,
         speculative_draft_model_path=str(drafter),
@@ -435,45 +467,80 @@ def check(target_config, drafter, **flags):
         speculative_dflash_block_size=None,
         trust_remote_code=False,
         json_model_override_args="{}",
-        device="cuda",
     )
     return requirements.check_models(server_args, DDTreeConfig(**flags))
 
 
-@pytest.mark.parametrize("make", ATTENTION_ONLY.values(), ids=ATTENTION_ONLY)
-def test_attention_only_targets_are_served(make, drafter):
-    assert requirements.recurrent_layer_type(model_config(make())) is None
-    assert check(model_config(make()), drafter) == 8
-
-
-@pytest.mark.parametrize("make, kind", HYBRIDS.values(), ids=HYBRIDS)
-def test_hybrid_targets_are_refused_with_both_ways_out(make, kind, drafter, caplog):
-    target_config = model_config(make())
+def assert_refused_with_both_ways_out(target_config, drafter, kind, caplog, settings=None):
     with pytest.raises(FlagError) as error:
-        check(target_config, drafter)
+        check(target_config, drafter, settings)
     message = str(error.value)
-    assert "org/target has recurrent layers" in message and kind in message
+    assert f"org/target has recurrent layers of type {kind}, whose state" in message
     assert f"{SHADOW} serves DFLASH's chain" in message and f"{UNSAFE} runs the tree anyway" in message
-    assert check(target_config, drafter, shadow_linear=True) == 8
+    assert check(target_config, drafter, settings, shadow_linear=True) == 8
     assert caplog.records == []
-    assert check(target_config, drafter, allow_hybrid_unsafe=True) == 8
+    assert check(target_config, drafter, settings, allow_hybrid_unsafe=True) == 8
     (warning,) = caplog.records
     assert kind in warning.getMessage() and UNSAFE in warning.getMessage()
+    return message
+
+
+def describe(target_config, settings=None, **flags):
+    config = DDTreeConfig(block_size=8, **flags)
+    return requirements.describe(config, SimpleNamespace(**(settings or {})), target_config)
+
+
+@pytest.mark.parametrize("make", ATTENTION_ONLY.values(), ids=ATTENTION_ONLY)
+def test_attention_only_targets_are_served(make, drafter):
+    assert hybrid.recurrent_layers(model_config(make())) is None
+    assert check(model_config(make()), drafter) == 8
+    assert describe(model_config(make()), allow_hybrid_unsafe=True)["exact"] is True
+
+
+@pytest.mark.parametrize("settings", PROVEN_SETTINGS.values(), ids=PROVEN_SETTINGS)
+@pytest.mark.parametrize("make, kind", PROVEN.values(), ids=PROVEN)
+def test_exact_hybrids_are_served_without_a_flag(make, kind, settings, drafter, caplog):
+    assert hybrid.recurrent_layers(model_config(make())).name == kind
+    for flags in ({}, dict(allow_hybrid_unsafe=True), dict(shadow_linear=True)):
+        assert check(model_config(make()), drafter, settings, **flags) == 8
+        assert describe(model_config(make()), settings, **flags)["exact"] is True
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("make, kind", UNPROVEN.values(), ids=UNPROVEN)
+def test_other_hybrids_are_refused_with_both_ways_out(make, kind, drafter, caplog):
+    assert_refused_with_both_ways_out(model_config(make()), drafter, kind, caplog)
+    assert describe(model_config(make()), allow_hybrid_unsafe=True)["exact"] is False
+    assert describe(model_config(make()), allow_hybrid_unsafe=True, shadow_linear=True)["exact"] is True
+
+
+@pytest.mark.parametrize("name, settings, named", UNPROVEN_SETTINGS.values(), ids=UNPROVEN_SETTINGS)
+def test_settings_that_make_a_hybrid_inexact(name, settings, named, drafter, caplog):
+    make, kind = PROVEN[name]
+    assert named in assert_refused_with_both_ways_out(model_config(make()), drafter, kind, caplog, settings)
+    assert describe(model_config(make()), settings, allow_hybrid_unsafe=True)["exact"] is False
+
+
+def test_convolution_states_of_another_type(drafter, caplog, monkeypatch):
+    """Rounded when kept and not within a round: the same token would be read in two ways."""
+    target_config = model_config(configs.Qwen3_5Config(), dtype=torch.float16)
+    message = assert_refused_with_both_ways_out(target_config, drafter, GDN, caplog)
+    assert "set SGLANG_MAMBA_CONV_DTYPE=float16" in message
+    assert check(model_config(configs.Qwen3_5Config(), dtype=torch.bfloat16), drafter) == 8
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float16")
+    assert check(target_config, drafter) == 8
+
+
+def test_no_hybrid_runs_on_a_cpu(drafter):
+    for flags in ({}, dict(allow_hybrid_unsafe=True), dict(shadow_linear=True)):
+        with pytest.raises(FlagError, match=r"type gated delta rule \(GDN\), and SGLang keeps the states .* on a GPU"):
+            check(model_config(configs.Qwen3_5Config()), drafter, dict(device="cpu"), **flags)
 
 
 def test_a_recurrent_kind_that_only_sglangs_registry_knows(drafter):
     target_config = model_config(Qwen3Config(), linear_attn_registry_result=("spec", "config"))
     with pytest.raises(FlagError, match="recurrent layers of type recurrent"):
         check(target_config, drafter)
-
-
-def test_inklings_short_convolutions_are_refused(drafter):
-    try:
-        check(model_config(configs.InklingModelConfig()), drafter)
-    except FlagError as error:
-        assert SHADOW in str(error)
-    else:
-        pytest.fail("served")
 
 
 @pytest.mark.parametrize("fields", [dict(is_hybrid_swa=True), dict(attention_chunk_size=8192)], ids=str)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 load_plugins()
 
-from sglang_ddtree import metrics, overlay, requirements  # noqa: E402
+from sglang_ddtree import hybrid, metrics, overlay, requirements  # noqa: E402
 from sglang_ddtree.flags import DDTreeConfig  # noqa: E402
 from sglang_ddtree.round_stats import (  # noqa: E402
     SHADOW_COLUMNS,
@@ -296,7 +296,7 @@ def test_prometheus_metrics(config):
 
 
 @pytest.mark.parametrize(
-    "hybrid, unsafe, shadow, exact",
+    "unproven, unsafe, shadow, exact",
     [
         (False, False, False, True),
         (False, True, False, True),
@@ -305,9 +305,9 @@ def test_prometheus_metrics(config):
         (True, False, True, True),
     ],
 )
-def test_exact_is_false_for_a_tree_over_recurrent_layers_alone(hybrid, unsafe, shadow, exact, monkeypatch):
-    monkeypatch.setattr(requirements, "recurrent_layer_type", lambda target: "Mamba2" if hybrid else None)
+def test_exact_is_false_for_a_tree_over_unproven_states_alone(unproven, unsafe, shadow, exact, monkeypatch):
+    monkeypatch.setattr(hybrid, "unproven", lambda *_: "why" if unproven else None)
     config = DDTreeConfig(budget=7, block_size=8, allow_hybrid_unsafe=unsafe, shadow_linear=shadow)
-    described = requirements.describe(config, "target")
+    described = requirements.describe(config, "arguments", "target")
     assert described["exact"] is exact
     assert described["budget"] == 7 and described["block_size"] == 8 and described["verify_width"] == 8
