@@ -49,6 +49,8 @@ def test_a_commit_moves_within_the_rounds_own_slots(shadow: bool) -> None:
         config=SimpleNamespace(shadow_linear=shadow),
         model_runner=SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kv_cache)),
         _feed_drafter=lambda hidden, plan: fed.append(hidden),
+        _move_kv=lambda plan: DDTreeWorker._move_kv(worker, plan),
+        _movable_pool=None,
     )
     logits_output = SimpleNamespace(hidden_states=torch.arange(10.0)[:, None])
     batch = SimpleNamespace(out_cache_loc=slots.view(-1))

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from sglang.srt.speculative import ddtree_kernels
+from sglang.srt.speculative import ddtree_kernels, ddtree_stats, ddtree_stats_kernel
 from sglang.srt.speculative.ddtree_utils import (
     CommitPlan,
     DraftTree,
@@ -78,9 +78,13 @@ class TorchRound:
         walk = walk_trees(tree.tree.tokens, tree.tree.parents, choices, max_depth)
         return walk, plan_commit(walk, choices, seq_lens, slots)
 
+    def stats(self, tree: RoundTree, walk: WalkResult) -> torch.Tensor:
+        """What the host is told of the round, int64 [bs, 4]: see `ddtree_stats.tree_stats`."""
+        return ddtree_stats.tree_stats(tree.tree, walk)
+
 
 class DeviceRound(TorchRound):
-    """The same by Triton kernels: one launch to build and compile, one to walk and plan."""
+    """The same by Triton kernels: one launch to build and compile, one to walk and plan, one for the numbers."""
 
     on_device = True
 
@@ -114,3 +118,6 @@ class DeviceRound(TorchRound):
         )
         plan = CommitPlan(**{field.name: getattr(walk, field.name) for field in dataclasses.fields(CommitPlan)})
         return walk, plan
+
+    def stats(self, tree: RoundTree, walk: WalkResult) -> torch.Tensor:
+        return ddtree_stats_kernel.tree_stats(tree.tree, walk)

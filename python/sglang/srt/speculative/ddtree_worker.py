@@ -29,7 +29,7 @@ from sglang.srt.speculative.ddtree_result import DDTreeBatchResult
 from sglang.srt.speculative.ddtree_round import DeviceRound, RoundTree, TorchRound
 from sglang.srt.speculative.ddtree_sampling import choose_tokens
 from sglang.srt.speculative.ddtree_simulation import is_simulating, simulate_walk
-from sglang.srt.speculative.ddtree_stats import shadow_stats, tree_stats
+from sglang.srt.speculative.ddtree_stats import shadow_stats
 from sglang.srt.speculative.ddtree_topk import local_vocabulary
 from sglang.srt.speculative.ddtree_utils import CommitPlan, WalkResult, plan_commit
 from sglang.srt.speculative.dflash_info import DDTreeDraftInput, DDTreeVerifyInput
@@ -355,7 +355,7 @@ class DDTreeWorker(DFlashWorkerV2):
             compute_spec_v2_logprobs(batch, logits_output, choices.view(-1), plan.rows, plan.rows.shape[1] - 1)
         self._commit(batch, logits_output, walk, plan, on_publish)
         if shadow is None:
-            round_stats = tree_stats(tree.tree, walk)
+            round_stats = self._round.stats(tree, walk)
         else:
             round_stats = shadow_stats(shadow.tree, walk)
         return DDTreeBatchResult(
