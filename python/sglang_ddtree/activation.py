@@ -91,6 +91,15 @@ def _state_memory_hook(original: Callable[..., float], self: Any, total_rest_mem
     return left
 
 
+def _max_new_tokens_hook(original: Callable[..., None], self: Any, req: Any) -> None:
+    """A request ends before the KV pool has no room for its next round."""
+    original(self, req)
+    if _serves_ddtree(self.server_args):
+        from sglang_ddtree import pool
+
+        pool.end_before_the_pool(self, req)
+
+
 def _image_inputs_hook(original: Callable[..., None], req: Any, image_inputs: Any) -> None:
     """Images join a request after it was validated: the drafter knows no image positions."""
     from sglang_ddtree.requests import message
@@ -190,6 +199,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": _image_inputs_hook,
     "sglang.srt.managers.schedule_batch.Req.update_finish_state": _finish_state_hook,
     "sglang.srt.managers.scheduler.Scheduler.get_init_info": _init_info_hook,
+    "sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens": _max_new_tokens_hook,
     **GRAMMAR_HOOKS,
     f"{_RESULTS}.SchedulerBatchResultProcessor._resolve_spec_v2_tokens": _resolve_tokens_hook,
     f"{_RESULTS}.SchedulerBatchResultProcessor._apply_decode_logprobs": _decode_logprobs_hook,

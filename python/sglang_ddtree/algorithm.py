@@ -74,7 +74,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         if server_args.enable_mixed_chunk:
             server_args.enable_mixed_chunk = False
             logger.warning("DDTREE: mixed chunked prefill is switched off.")
-        _resolve_graphs_and_overlap(server_args)
+        _resolve_overlap(server_args)
         if config.shadow_linear:
             logger.info(
                 "DDTREE: shadow-linear mode is enabled: the chain is served, trees of budget %d are only counted.",
@@ -96,23 +96,11 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return super().create_worker(server_args)
 
 
-def _resolve_graphs_and_overlap(server_args: Any) -> None:
-    """Switch off what cannot be had, or was not checked on a GPU, with a line in the log."""
-    from sglang.srt.model_executor.cuda_graph_config import Backend
-
-    # Trees by FlashInfer's dense mask have run on a GPU without graphs and overlap alone.
-    backends = (*server_args.get_attention_backends(), server_args.speculative_draft_attention_backend)
-    unchecked = "flashinfer" in backends
-    decode = server_args.cuda_graph_config.decode
-    if unchecked and decode.backend != Backend.DISABLED:
-        decode.backend = Backend.DISABLED
-        logger.warning(
-            "DDTREE: decode CUDA graphs are switched off with --attention-backend flashinfer; triton keeps them."
-        )
-    overlap = requirements.can_overlap({"device": server_args.device}) and not unchecked
-    if not server_args.disable_overlap_schedule and not overlap:
+def _resolve_overlap(server_args: Any) -> None:
+    """Switch overlap scheduling off where it cannot be had, with a line in the log."""
+    if not server_args.disable_overlap_schedule and not requirements.can_overlap({"device": server_args.device}):
         server_args.disable_overlap_schedule = True
-        logger.warning("DDTREE: overlap scheduling is switched off%s.", " with flashinfer" if unchecked else "")
+        logger.warning("DDTREE: overlap scheduling is switched off.")
 
 
 def _worker_class(server_args: Any) -> type:

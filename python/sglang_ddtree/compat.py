@@ -37,7 +37,6 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "needs_cpu_seq_lens",
             "needs_confidence_relay",
         ),
-        "sglang.srt.model_executor.cuda_graph_config.Backend.DISABLED": None,
         "sglang.srt.configs.hybrid_arch.mambaish_config": ("model_config",),
         "sglang.srt.configs.hybrid_arch.mamba2_config": ("model_config",),
         "sglang.srt.configs.hybrid_arch.hybrid_gdn_config": ("model_config",),
@@ -72,6 +71,8 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "total_rest_memory",
         ),
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._calculate_mamba_ratio": None,
+        "sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens": ("self", "req"),
+        "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode": ("server_args",),
         "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("self", "image_inputs"),
         "sglang.srt.managers.schedule_batch.Req.update_finish_state": ("self", "new_accepted_len"),
         # Round statistics.
