@@ -2,6 +2,7 @@
 ## make test      the whole CPU suite; TESTS=tests/unit for one folder
 ## make test-gpu  what needs a GPU; skipped with a reason elsewhere
 ## make soak      mixed load against no speculation, 20 minutes on a CPU, 8 on a GPU
+## make mutations faults put in on purpose, each of which a test must notice: about ten minutes
 ## make bench     the benchmarks, on a GPU, into BENCH_OUT; BENCH_FLAGS=--smoke tries them out anywhere
 ## make lint      ruff and mypy, changes nothing; make format changes files
 ## make support-table   write the README's support table anew, from the tests' markers and docs/gpu-tests.txt
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ddtree-installed
 SOURCES := python/sglang_ddtree scripts benchmarks tests python/sglang
 
-.PHONY: help venv model serve test test-gpu soak bench lint format support-table clean
+.PHONY: help venv model serve test test-gpu soak mutations bench lint format support-table clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -51,6 +52,9 @@ test-gpu: model
 
 soak: model
 	$(BIN)/python tests/soak.py
+
+mutations: venv
+	$(BIN)/python tests/mutations.py
 
 # An interrupted run goes on where it stopped. bench_tree.py times kernels: there is nothing to try without a GPU.
 bench: model

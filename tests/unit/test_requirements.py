@@ -29,6 +29,8 @@ OWN_FLAGS = "Use --speculative-ddtree-budget and --speculative-ddtree-topk-cap."
 def pretend_gpu(monkeypatch, there=True):
     """A Hopper GPU, or none."""
     monkeypatch.setattr(requirements, "has_gpu", lambda: there)
+    # Nor another accelerator, whatever this machine has.
+    monkeypatch.setattr(requirements.cpu, "has_accelerator", lambda: there)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu_id=0: (9, 0))
 
 
