@@ -140,7 +140,7 @@ ROUNDS = {
 @pytest.mark.feature("hybrid targets with gated delta rule layers (Qwen3.5)", on="gpu")
 @pytest.mark.parametrize("name", SERVERS)
 def test_rounds_in_turn(hybrid: Hybrid, name: str, said: Callable[[Hybrid], list[list[int]]]) -> None:
-    """A round without a draft starts from the state that a round with a side branch left."""
+    """A round without a draft starts from the state that a round with a side branch left (vllm #52942)."""
     server, answers = hybrid.named(name), said(hybrid)
     for what, (ranks, rounds) in ROUNDS.items():
         hybrid.follow(PROMPTS, answers, ranks)
@@ -169,7 +169,7 @@ def test_eight_requests_that_end_one_by_one(hybrid: Hybrid, name: str) -> None:
 @pytest.mark.feature("hybrid targets with gated delta rule layers (Qwen3.5)", on="gpu")
 @pytest.mark.parametrize("name", SERVERS)
 def test_a_prefix_hit_restores_the_state_of_its_position(hybrid: Hybrid, name: str) -> None:
-    """Of a prompt, and of a place within an answer that was accepted along side branches."""
+    """Of a prompt, and of a place within an answer that was accepted along side branches (sglang #34043)."""
     server = hybrid.named(name)
     server.assert_pool_empty()
     prompt = list(b"what was said before, and how it went on: " * 3)[:100]
@@ -219,7 +219,7 @@ def test_shadow_linear_serves_the_chain(hybrid: Hybrid, said: Callable[[Hybrid],
 
 
 def test_requests_that_do_not_fit_are_an_error(hybrid: Hybrid) -> None:
-    """SGLang would lower the number; its own line about it names no remedy that a tree has."""
+    """SGLang would lower the number; its own line about it names no remedy that a tree has (sglang #36889)."""
     with pytest.raises(RuntimeError, match="the server died"):
         hybrid.server("too-small", *TREE, "--max-mamba-cache-size", "20")
     log = (hybrid.folder / "too-small.log").read_text()

@@ -6,11 +6,12 @@ import ast
 import re
 
 import pytest
-from _load import ROOT
+from _load import ROOT, load
 
+REPORTS = (ROOT / "docs" / "reports.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "reports.md").read_text().splitlines()
+    for line in REPORTS.partition("\n## ")[0].splitlines()
     if line.startswith("| ") and not line.startswith("| report")
 ]
 # `test_file.py::test_name`; a name without a file is in the file before it.
@@ -46,3 +47,14 @@ def test_a_report_has_a_test_that_names_it(report: str, fault: str, tests: str) 
     assert texts, "no test named"
     for number in REPORT.findall(report):
         assert any(number in text for text in texts.values()), f"{number} is in none of {sorted(texts)}"
+
+
+def test_every_fault_has_a_guard_that_is_named() -> None:
+    guards = load("mutations", "tests/mutations.py").GUARDS
+    faults = load("ddtree_mutations", "tests/plugins/ddtree_mutations.py").MUTATIONS
+    assert set(guards) == set(faults)
+    table = REPORTS.partition("## Faults put in on purpose")[2]
+    for guard in guards.values():
+        file, _, name = guard.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text()
+        assert f"`{file.rpartition('/')[2]}::{name}`" in table
