@@ -32,7 +32,7 @@ def packed(pair: Pair, where: str) -> Server:
     if where == "torch":
         return pair.server("packed", *budget, env={"DDTREE_TEST_ROUNDS": "1"})
     flags = ("--attention-backend", "triton", "--page-size", "16")
-    return pair.server("packed-device", *budget, *flags, env=DEVICE_ROUND | {"DDTREE_TEST_ROUNDS": "2"})
+    return pair.server("packed-device", *budget, *flags, env=DEVICE_ROUND | {"DDTREE_TEST_ROUNDS": "7"})
 
 
 def script(pair: Pair, ranks: list[list[int]] | None) -> None:
@@ -51,12 +51,12 @@ def test_greedy_tokens(qwen3: Pair, where: str, name: str) -> None:
     answers = packed(qwen3, where).generate(prompts, **length)
     assert output_ids(answers) == expected
     if name == "side branches":
-        for answer in answers:
-            report = answer["meta_info"]["ddtree"]
-            # Trees were cut, and still accepted from; a round of the root alone commits one token.
-            assert 0 < report["tree_nodes_per_round"] < (15 if where == "torch" else 7)
-            assert report["committed_tokens_per_round"] > 1
-            assert report["tree_depth_per_round"] <= report["tree_nodes_per_round"]
+        reports = [answer["meta_info"]["ddtree"] for answer in answers]
+        rounds = sum(report["rounds"] for report in reports)
+        nodes = sum(report["tree_nodes_per_round"] * report["rounds"] for report in reports)
+        # Trees were cut, and still accepted from.
+        assert 0 < nodes < rounds * (15 if where == "torch" else 7)
+        assert sum(report["committed_tokens"] for report in reports) > rounds
 
 
 @pytest.mark.parametrize("where", ["torch", "device"])
