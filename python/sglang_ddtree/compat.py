@@ -143,6 +143,12 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "spec_info",
             "capture_hidden_mode",
         ),
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (
+            "batch",
+            "model_runner",
+            "capture_hidden_mode",
+            "return_hidden_states_before_norm",
+        ),
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": (
             "temperatures",
             "top_ps",
@@ -247,6 +253,10 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "self",
             "num_tokens",
         ),
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph": (
+            "self",
+            "forward_batch",
+        ),
         "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls": None,
         "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._maybe_build_draft_sampler": None,
         "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._ensure_draft_block_buffers": ("self", "bs"),
@@ -319,6 +329,7 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "device",
             "barrier",
         ),
+        "sglang.srt.constrained.base_grammar_backend.GrammarMask": ("grammar", "vocab_mask"),
         "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func": (
             "req_pool_indices",
             "req_to_token",

@@ -17,20 +17,28 @@ from sglang.srt.layers.attention.triton_tree_backend import (  # noqa: E402
     TritonTreeMaskAttnBackend,
     reads_ancestor_bits,
 )
-from sglang.srt.speculative import ddtree_graph_runner  # noqa: E402
+from sglang.srt.speculative import ddtree_graph_runner, ddtree_simulation  # noqa: E402
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner  # noqa: E402
-from sglang.srt.speculative.ddtree_round import TorchRound  # noqa: E402
+from sglang.srt.speculative.ddtree_round import TorchRound, root_trees  # noqa: E402
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker  # noqa: E402
 
+SEQ_LENS = torch.tensor([10, 20])
 
-def make_round():
-    """Two requests with trees of five nodes: a path 0, 2, 4 and a path of the root alone."""
+
+def make_trees():
+    """Two requests with trees of five nodes: tokens 5, then 7, and 6, then 7; the first path is likelier."""
     ids = torch.tensor([[[5, 6], [7, 8]], [[5, 6], [7, 8]]])
     logprobs = torch.log(torch.tensor([[[0.6, 0.4], [0.7, 0.3]]])).expand(2, 2, 2)
     steps = TorchRound()
-    seq_lens = torch.tensor([10, 20])
-    tree = steps.build(torch.tensor([1, 2]), ids, logprobs, 4, seq_lens)
+    tree = steps.build(torch.tensor([1, 2]), ids, logprobs, 4, SEQ_LENS)
     assert tree.tree.tokens[0].tolist() == [1, 5, 7, 6, 7]
+    return steps, tree
+
+
+def make_round():
+    """A path 0, 3, 4 and a path of the root alone."""
+    steps, tree = make_trees()
+    seq_lens = SEQ_LENS
     choices = torch.tensor([[6, 0, 0, 7, 9], [3, 0, 0, 0, 0]])
     slots = torch.tensor([[100, 101, 102, 103, 104], [200, 201, 202, 203, 204]])
     walk, plan = steps.commit(tree, choices, 2, seq_lens, slots)
@@ -62,6 +70,108 @@ def test_a_commit_moves_within_the_rounds_own_slots(shadow: bool) -> None:
     assert published[0].tolist() == [13, 21] and plan.accept_lens.tolist() == [3, 1]
     assert plan.next_tokens.tolist() == [[6, 7, 9, 0, 0], [3, 0, 0, 0, 0]]
     assert plan.positions.tolist() == [[10, 11, 12], [20, 21, 22]]
+
+
+def make_packed(total: int):
+    """Of the two trees' best nodes so many; node j of a request has the slot 100 + j or 200 + j."""
+    steps, tree = make_trees()
+    table = torch.zeros((3, 30), dtype=torch.int32)
+    table[1, 10:15] = torch.arange(100, 105)
+    table[2, 20:25] = torch.arange(200, 205)
+    return steps, steps.pack(tree, total, SEQ_LENS, torch.tensor([1, 2]), table)
+
+
+def test_a_packed_round() -> None:
+    """Four nodes of the first request and three of the second, of trees of five; a tail follows."""
+    steps, packed = make_packed(7)
+    nodes = packed.nodes
+    assert packed.share.qo_indptr.tolist() == [0, 4, 7]
+    assert nodes.tokens.tolist() == [1, 5, 7, 6, 2, 5, 7]
+    assert nodes.positions.tolist() == [10, 11, 12, 11, 20, 21, 22]
+    assert nodes.slots.tolist() == [100, 101, 102, 103, 200, 201, 202]
+    assert nodes.ancestor_bits[:, 0].tolist() == [0b1, 0b11, 0b111, 0b1001, 0b1, 0b11, 0b111]
+    assert packed.row_owners().tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert packed.dense_rows().tolist() == [0, 1, 2, 3, 5, 6, 7]
+    cut = packed.cut()
+    assert cut.num_nodes.tolist() == [4, 3]
+    # The first request's last node is gone as a child, the second's also as a sibling.
+    assert cut.first_child.tolist() == [[1, 2, -1, -1, -1], [1, 2, -1, -1, -1]]
+    assert cut.next_sibling.tolist() == [[-1, 3, -1, -1, -1], [-1, -1, -1, -1, -1]]
+    # The first walk ends where the unverified node would follow, which would have had the token.
+    walk = steps.commit_packed(packed, torch.tensor([6, 0, 0, 7, 5, 7, 9]), 2, SEQ_LENS)
+    assert walk.accept_index.tolist() == [[0, 3, -1], [0, 1, 2]]
+    assert walk.next_tokens.tolist() == [[6, 7, 0], [5, 7, 9]] and walk.bonus.tolist() == [7, 9]
+    # Accepted drafts, nodes, depth, whether the path left the chain.
+    assert steps.stats(cut, walk).tolist() == [[1, 4, 2, 1], [2, 3, 2, 0]]
+
+
+def test_the_tail_of_a_packed_round() -> None:
+    """More tokens than there are nodes: it counts as the first request's root wherever a row is looked up."""
+    _, packed = make_packed(13)
+    assert packed.share.qo_indptr.tolist() == [0, 5, 10] and packed.nodes.slots[10:].tolist() == [0, 0, 0]
+    assert packed.row_owners()[10:].tolist() == packed.dense_rows()[10:].tolist() == [0, 0, 0]
+
+
+def test_a_packed_commit() -> None:
+    steps, packed = make_packed(7)
+    walk = steps.commit_packed(packed, torch.tensor([6, 0, 0, 7, 5, 7, 9]), 2, SEQ_LENS)
+    moved, fed, published = [], [], []
+    worker = SimpleNamespace(
+        _need_mamba_verify_commit=False,
+        config=SimpleNamespace(shadow_linear=False),
+        _feed_drafter=lambda hidden, plan: fed.append(hidden),
+        _move_kv=lambda plan: moved.append((plan.kv_to.tolist(), plan.kv_from.tolist())),
+    )
+    logits_output = SimpleNamespace(hidden_states=torch.arange(7.0)[:, None])
+    DDTreeWorker._commit(worker, SimpleNamespace(), logits_output, walk, walk, published.append)
+    assert moved == [([[100, 101, 102], [200, 201, 202]], [[100, 103, 102], [200, 201, 202]])]
+    assert fed[0][:, 0].tolist() == [0, 3, 2, 4, 5, 6]
+    assert published[0].tolist() == [12, 23]
+
+
+def test_a_plain_round() -> None:
+    """The roots alone, without a draft: one token each, whose keys and hidden state lie where they belong."""
+    steps, tree = TorchRound(), root_trees(torch.tensor([1, 2]), SEQ_LENS)
+    table = torch.arange(90, dtype=torch.int32).view(3, 30)
+    packed = steps.pack(tree, 2, SEQ_LENS, torch.tensor([1, 2]), table)
+    assert packed.nodes.tokens.tolist() == [1, 2] and packed.nodes.positions.tolist() == [10, 20]
+    assert packed.nodes.slots.tolist() == [40, 80] and packed.nodes.ancestor_bits.tolist() == [[1], [1]]
+    walk = steps.commit_packed(packed, torch.tensor([5, 6]), 0, SEQ_LENS)
+    assert walk.next_tokens.tolist() == [[5], [6]] and walk.new_seq_lens.tolist() == [11, 21]
+    assert walk.kv_to.tolist() == walk.kv_from.tolist() == [[40], [80]] and walk.rows.tolist() == [[0], [1]]
+    assert steps.stats(packed.cut(), walk).tolist() == [[0, 1, 0, 0]] * 2
+
+
+def test_a_forced_length_in_a_packed_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front nodes, as far as a request has them."""
+    monkeypatch.setattr(ddtree_simulation, "_sample_simulated_acc_len", lambda *args: 3)
+    steps, packed = make_packed(5)
+    assert packed.share.qo_lens.tolist() == [3, 2]
+    choices, walk = ddtree_simulation.simulate_packed(steps, packed, 2, SEQ_LENS)
+    assert choices.tolist() == [ddtree_simulation.FIXED_TOKEN] * 5
+    assert walk.accept_index.tolist() == [[0, 1, 2], [0, 1, -1]] and walk.accept_lens.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "config, recurrent, message",
+    [
+        (DDTreeConfig(budget=64, block_size=8), False, "budget=64"),
+        (DDTreeConfig(budget=7, block_size=8, shadow_linear=True), False, "shadow_linear=True"),
+        (DDTreeConfig(budget=7, block_size=8), True, "recurrent states"),
+        (DDTreeConfig(budget=7, block_size=8), False, "SimpleNamespace knows no packed rounds"),
+    ],
+)
+def test_what_has_no_packed_rounds(config: DDTreeConfig, recurrent: bool, message: str) -> None:
+    runner = SimpleNamespace(attn_backend=SimpleNamespace())
+    worker = SimpleNamespace(config=config, _need_mamba_verify_commit=recurrent, model_runner=runner, device="cuda")
+    with pytest.raises(AssertionError, match=message):
+        DDTreeWorker._assert_packable(worker)
+
+
+def test_a_packed_round_has_no_graph() -> None:
+    runner = object.__new__(DDTreeVerifyGraphRunner)
+    spec_info = SimpleNamespace(qo_indptr=torch.tensor([0, 1]), num_tokens_per_req=8)
+    assert runner.can_run_graph(SimpleNamespace(spec_info=spec_info)) is False
 
 
 def test_the_hosts_bound_of_the_lengths() -> None:

@@ -136,6 +136,28 @@ def test_every_parameter_is_repeated_for_every_node():
     assert all(getattr(info, name) is value for name, value in before.items())
 
 
+def test_a_row_of_a_packed_round_is_its_owners():
+    """One request of a single node, a greedy one of three, one of two; parameters, bias and greediness go along."""
+    bias = torch.zeros(3, 6)
+    bias[0, 0], bias[1, 1], bias[2, 2] = 10.0, 20.0, 30.0
+    requests = [dict(temperature=0.5, top_p=0.9, min_p=0.1), dict(top_k=1), dict(temperature=2.0, top_k=7)]
+    info = make_info(requests, sampling_seed=torch.tensor([11, 22, 33]), logit_bias=bias)
+    owners = [0, 1, 1, 1, 2, 2]
+    sampler = FakeSampler([5, 5, 5, 5, 4, 3])
+    choices = choose(torch.zeros(6, 6), info, sampler, 1, owners=torch.tensor(owners))
+    assert choices.tolist() == [[5], [1], [1], [1], [4], [3]]
+    ((_, given, _, seen),) = sampler.calls
+    assert torch.equal(seen, bias[owners])
+    assert given.temperatures.shape == (6, 1) and given.sampling_seed.tolist() == [11, 22, 22, 22, 33, 33]
+    for name in ("temperatures", "top_ps", "top_ks", "min_ps"):
+        assert torch.equal(getattr(given, name), getattr(info, name)[owners])
+    # Requests of equal numbers of nodes: as a uniform round.
+    logits, same = torch.randn(6, 6, generator=torch.Generator().manual_seed(9)), torch.tensor([0, 0, 1, 1, 2, 2])
+    for greedy in (make_info([{"top_k": 1}] * 3, logit_bias=bias), make_info([{"top_k": 1}] * 3)):
+        packed = choose(logits, greedy, never, 1, owners=same)
+        assert packed.flatten().tolist() == choose(logits, greedy, never, 2).flatten().tolist()
+
+
 def test_no_tensor_of_the_batch_info_is_left_per_request():
     """A tensor that a new SGLang adds per request would be read per node: this fails until it is looked at."""
     tensors = {field.name for field in dataclasses.fields(SamplingBatchInfo) if "torch.Tensor" in str(field.type)}

@@ -1,5 +1,6 @@
 """Ancestor-mask attention in PyTorch against a float64 loop over (query, key) pairs."""
 
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -70,6 +71,11 @@ def visible_of(parents):
         for other in ancestors(parents, node):
             mask[node, other] = True
     return mask
+
+
+def bits_of(parents):
+    """int64 [N, 1] of a tree of at most 64 nodes."""
+    return (visible_of(parents) * (torch.ones((), dtype=torch.int64) << torch.arange(len(parents)))).sum(-1, True)
 
 
 def depths_of(parents):
@@ -256,25 +262,30 @@ def make_layer(heads, kv_heads, value_dim=DIM, attn_type=AttentionType.DECODER, 
 
 
 class Case:
-    """A batch of requests of ragged lengths in scattered slots, with `nodes` new tokens each."""
+    """A batch of requests of ragged lengths in scattered slots, with `nodes` new tokens each.
 
-    def __init__(self, trees, lengths, layer, seed=0):
+    Packed, trees differ in size, and `tail` rows that belong to nobody follow them, with slot 0 as their own.
+    """
+
+    def __init__(self, trees, lengths, layer, seed=0, packed=False, tail=0):
         rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         self.trees, self.lengths, self.layer = trees, lengths, layer
-        self.nodes, bs = len(trees[0]), len(trees)
+        self.nodes, bs = max(len(parents) for parents in trees), len(trees)
+        ends = list(itertools.accumulate(len(parents) for parents in trees))
+        self.parts = [slice(end - len(parents), end) for end, parents in zip(ends, trees, strict=True)]
         rows = rng.sample(range(bs + 2), bs)
-        slots = rng.sample(range(SLOTS), SLOTS)
+        slots = rng.sample(range(1, SLOTS), SLOTS - 1)
         # What no request owns points at a NaN slot.
-        table = torch.full((bs + 2, 60), slots.pop(), dtype=torch.int32)
+        table = torch.full((bs + 2, 100), slots.pop(), dtype=torch.int32)
         self.pool = Pool(layer.tp_k_head_num, layer.v_head_dim)
-        total = bs * self.nodes
+        total = ends[-1] + tail
         self.q = torch.randn(total, layer.tp_q_head_num * DIM, generator=generator)
         self.k = torch.randn(total, layer.tp_k_head_num, DIM, generator=generator)
         self.v = torch.randn(total, layer.tp_k_head_num, layer.v_head_dim, generator=generator)
         out_cache_loc, self.prefixes = [], []
-        for row, length in zip(rows, lengths, strict=True):
-            own = [slots.pop() for _ in range(length + self.nodes)]
+        for row, length, parents in zip(rows, lengths, trees, strict=True):
+            own = [slots.pop() for _ in range(length + len(parents))]
             table[row, : len(own)] = torch.tensor(own)
             out_cache_loc += own[length:]
             prefix = (
@@ -283,18 +294,27 @@ class Case:
             )
             self.pool.key[own[:length]], self.pool.value[own[:length]] = prefix
             self.prefixes.append(prefix)
-        depths = torch.stack([depths_of(parents) for parents in trees])
         self.seq_lens = torch.tensor(lengths)
+        if packed:
+            self.spec_info = SimpleNamespace(
+                draft_token_num=self.nodes,
+                qo_indptr=torch.tensor([0, *ends], dtype=torch.int32),
+                ancestor_bits=torch.cat([*(bits_of(parents) for parents in trees), torch.zeros(tail, 1).long()]),
+                depths=torch.cat([*(depths_of(parents) for parents in trees), torch.zeros(tail).long()]),
+            )
+        else:
+            depths = torch.stack([depths_of(parents) for parents in trees])
+            self.spec_info = SimpleNamespace(
+                draft_token_num=self.nodes,
+                custom_mask=torch.stack([visible_of(parents) for parents in trees]).reshape(-1),
+                positions=(self.seq_lens[:, None] + depths).reshape(-1),
+            )
         self.batch = SimpleNamespace(
             forward_mode=ForwardMode.TARGET_VERIFY,
             req_pool_indices=torch.tensor(rows),
             seq_lens=self.seq_lens,
-            out_cache_loc=torch.tensor(out_cache_loc),
-            spec_info=SimpleNamespace(
-                draft_token_num=self.nodes,
-                custom_mask=torch.stack([visible_of(parents) for parents in trees]).reshape(-1),
-                positions=(self.seq_lens[:, None] + depths).reshape(-1),
-            ),
+            out_cache_loc=torch.tensor(out_cache_loc + [0] * tail),
+            spec_info=self.spec_info,
         )
         runner = SimpleNamespace(
             device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=self.pool
@@ -309,13 +329,13 @@ class Case:
         """By loops, `keys_of(parents, length)` giving `seen`."""
         rows = []
         for b, (parents, length) in enumerate(zip(self.trees, self.lengths, strict=True)):
-            part = slice(b * self.nodes, (b + 1) * self.nodes)
+            part = self.parts[b]
             key = torch.cat([self.prefixes[b][0], self.k[part]])
             value = torch.cat([self.prefixes[b][1], self.v[part]])
-            query = self.q[part].view(self.nodes, -1, DIM)
+            query = self.q[part].view(len(parents), -1, DIM)
             seen = keys_of(parents, length)
             rows.append(by_loops(query, key, value, seen, self.layer.scaling, self.layer.logit_cap))
-        return torch.cat(rows).reshape(len(self.q), -1)
+        return torch.cat(rows).flatten(1)
 
 
 RAGGED = [0, 7, 1, 33]
@@ -332,6 +352,20 @@ def test_backend_serves_a_ragged_batch(heads, kv_heads, value_dim, window):
     actual = case.run()
     assert actual.shape == (28, heads * value_dim)
     torch.testing.assert_close(actual.double(), expected, **FLOAT32)
+
+
+@pytest.mark.parametrize("tail", [0, 3])
+@pytest.mark.parametrize("window", [-1, 3])
+def test_backend_serves_a_packed_round(window, tail, monkeypatch):
+    """Requests of different numbers of nodes, one of a root alone beside one of 64; the tail gets zeros."""
+    trees = [random_tree(64, 3), [-1], star(7), chain(5)]
+    case = Case(trees, RAGGED, make_layer(4, 2, window=window), packed=True, tail=tail)
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **options: empty(*args, **options).fill_(math.nan))
+    actual = case.run()
+    expected = case.expected(lambda parents, length: tree_keys(parents, length, window))
+    torch.testing.assert_close(actual[: len(expected)].double(), expected, **FLOAT32)
+    assert actual.shape == (77 + tail, 4 * DIM) and not actual[77:].any()
 
 
 def test_backend_caps_logits():

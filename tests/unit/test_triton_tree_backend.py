@@ -3,6 +3,7 @@
 As in test_triton_tree_mask.py: with TRITON_INTERPRET=1 on the CPU, which a plain run starts once; else on a GPU.
 """
 
+import itertools
 import math
 import os
 import random
@@ -13,6 +14,7 @@ import pytest
 import torch
 from _kernels import DEVICE, INTERPRETED, assert_passes_in_the_interpreter
 from test_torch_tree_mask import binary, chain, depths_of, random_tree, star, visible_of
+from test_torch_tree_mask import bits_of as row_bits
 
 pytest.importorskip("triton")
 # SGLang's kernels leave the precision of float32 products to Triton, which rounds them to TF32 on a GPU.
@@ -159,14 +161,14 @@ class World:
     def backend(self, cls=TritonTreeMaskAttnBackend, **options):
         return cls(make_runner(self.pool, self.table, **options))
 
-    def requests(self, lengths):
-        """Give the first rows fresh slots and contexts; returns out_cache_loc of N new tokens each."""
+    def requests(self, lengths, sizes=None):
+        """Give the first rows fresh slots and contexts; returns out_cache_loc of N new tokens each, or ``sizes``."""
         self.lengths = lengths
         slots = self.rng.sample(range(1, SLOTS), SLOTS - 1)
         self.pool.key[1:], self.pool.value[1:] = math.nan, math.nan
         out_cache_loc, self.prefixes = [], []
         for row, length in enumerate(lengths):
-            own = torch.tensor([slots.pop() for _ in range(length + NODES)])
+            own = torch.tensor([slots.pop() for _ in range(length + (sizes[row] if sizes else NODES))])
             # Row 0 is where padding points.
             self.table[row + 1, : len(own)] = own.to(self.table)
             out_cache_loc.append(own[length:])
@@ -178,12 +180,13 @@ class World:
     def draw(self, *shape):
         return torch.randn(*shape, generator=self.generator).to(DEVICE)
 
-    def batch(self, lengths, mode=ForwardMode.TARGET_VERIFY, **spec):
+    def batch(self, lengths, mode=ForwardMode.TARGET_VERIFY, sizes=None, tail=0, **spec):
         """A forward batch of `lengths`, and new query, keys and values."""
         bs = len(lengths)
-        out_cache_loc = self.requests(lengths)
-        self.q = self.draw(bs * NODES, HEADS * DIM)
-        self.k, self.v = self.draw(bs * NODES, KV_HEADS, DIM), self.draw(bs * NODES, KV_HEADS, DIM)
+        out_cache_loc = torch.nn.functional.pad(self.requests(lengths, sizes), (0, tail))
+        total = len(out_cache_loc)
+        self.q = self.draw(total, HEADS * DIM)
+        self.k, self.v = self.draw(total, KV_HEADS, DIM), self.draw(total, KV_HEADS, DIM)
         defaults = {"draft_token_num": NODES, "custom_mask": None, "positions": None}
         return SimpleNamespace(
             forward_mode=mode,
@@ -200,16 +203,17 @@ class World:
 
     def expected(self, trees, window=-1):
         """Row by row of the reference, from what the pool holds and the round's own keys."""
-        out = []
+        out, end = [], 0
         for b, parents in enumerate(trees):
-            part, slots = slice(b * NODES, (b + 1) * NODES), self.prefixes[b]
+            part, slots = slice(end, end + len(parents)), self.prefixes[b]
+            end = part.stop
             key, value = (
                 torch.cat([self.pool.key[slots], self.k[part]]),
                 torch.cat([self.pool.value[slots], self.v[part]]),
             )
-            tensors = (self.q[part].view(NODES, HEADS, DIM), key, value, visible_of(parents), depths_of(parents))
+            tensors = (self.q[part].view(-1, HEADS, DIM), key, value, visible_of(parents), depths_of(parents))
             out.append(reference(*(x.cpu() for x in tensors), scaling=SCALING, sliding_window=window))
-        return torch.cat(out).view(len(self.q), -1)
+        return torch.cat(out).flatten(1)
 
 
 def spy(backend, monkeypatch):
@@ -375,6 +379,65 @@ def test_windows_count_depth(source, world):
     torch.testing.assert_close(actual, world.expected(TREES, window), **FLOAT32)
     actual = backend.forward_extend(world.q, world.k, world.v, make_layer(), batch).cpu()
     torch.testing.assert_close(actual, world.expected(TREES), **FLOAT32)
+
+
+def packed_batch(world, trees, lengths, tail):
+    """A packed round of trees of any sizes, whose output is full of NaN until written."""
+    sizes = [len(parents) for parents in trees]
+    layout = dict(
+        draft_token_num=max(sizes),
+        qo_indptr=torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=DEVICE),
+        ancestor_bits=torch.nn.functional.pad(torch.cat([row_bits(p) for p in trees]), (0, 0, 0, tail)).to(DEVICE),
+        depths=torch.nn.functional.pad(torch.cat([depths_of(p) for p in trees]), (0, tail)).to(DEVICE),
+    )
+    batch = world.batch(lengths, sizes=sizes, tail=tail, **layout)
+    batch._attn_output = torch.full_like(world.q, math.nan)
+    return batch
+
+
+# Requests of one node and of 64 side by side, the widest also with the longest context.
+PACKED = [
+    ([random_tree(64, 5), [-1], star(7), chain(5)], LENGTHS),
+    ([[-1], chain(64), [-1], binary(9)], LENGTHS),
+    ([[-1]] * 4, LENGTHS),
+    ([random_tree(20, 7)], [65]),
+]
+
+
+@on_device
+@pytest.mark.parametrize("tail", [0, 3])
+@pytest.mark.parametrize("trees, lengths", PACKED)
+def test_a_packed_round(trees, lengths, tail, world, monkeypatch):
+    backend = world.backend()
+    calls = spy(backend, monkeypatch)
+    batch = packed_batch(world, trees, lengths, tail)
+    actual, expected = run_eagerly(world, backend, batch), world.expected(trees)
+    torch.testing.assert_close(actual[: len(expected)], expected, **FLOAT32)
+    assert len(actual) == len(expected) + tail and not actual[len(expected) :].any()
+    assert calls == {"parent": 0, "tree": 1}
+    # A uniform round after it, with the same backend.
+    actual = run_eagerly(world, backend, world.batch(LENGTHS, ancestor_bits=bits_of(TREES)))
+    torch.testing.assert_close(actual, world.expected(TREES), **FLOAT32)
+
+
+@on_device
+def test_windows_in_a_packed_round(world):
+    window, (trees, lengths) = 20, PACKED[0]
+    backend = world.backend(window=window)
+    batch = packed_batch(world, trees, lengths, 2)
+    for layer, seen in ((make_layer(window), window), (make_layer(), -1)):
+        batch._attn_output.fill_(math.nan)
+        actual, expected = run_eagerly(world, backend, batch, layer), world.expected(trees, seen)
+        torch.testing.assert_close(actual[: len(expected)], expected, **FLOAT32)
+        assert not actual[len(expected) :].any()
+
+
+@on_device
+def test_a_packed_round_has_no_graph(world):
+    _, (graph,) = captured(world, 4)
+    packed = packed_batch(world, *PACKED[0], 0).spec_info
+    with pytest.raises(RuntimeError, match="a packed round has no CUDA graph"):
+        graph.backend.init_forward_metadata_out_graph(graph.view(4, **vars(packed)))
 
 
 @on_device

@@ -12,11 +12,17 @@ from sglang_ddtree.flags import config_of
 
 
 class DDTreeVerifyGraphRunner(DecodeCudaGraphRunner):
-    """SGLang's runner with one difference: what it captures is a tree.
+    """SGLang's runner, but what it captures is a tree, and packed rounds are not its own.
 
     For the DFLASH family SGLang captures a causal verify without a mask. A tree replayed from such a graph would
     be verified causally and still give fluent text.
     """
+
+    def can_run_graph(self, forward_batch: Any) -> bool:
+        """A packed round has no graph: the captured ones verify N nodes of every request."""
+        if getattr(forward_batch.spec_info, "qo_indptr", None) is not None:
+            return False
+        return super().can_run_graph(forward_batch)
 
     def get_spec_info(self, num_tokens: int) -> Any:
         """The verify input that a graph of ``num_tokens`` tokens is captured with."""

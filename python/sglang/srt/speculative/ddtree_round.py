@@ -1,16 +1,26 @@
 """The steps of a round between its two forwards: in PyTorch, or in Triton kernels on the device.
 
-Both give the same trees and the same commits, bit for bit (`tests/unit/test_ddtree_kernels.py`), and neither waits
-for the device.
+Both give the same trees and the same commits, bit for bit (`tests/unit/test_ddtree_kernels.py`,
+`tests/unit/test_ragged_kernels.py`), and neither waits for the device.
+
+A round is uniform, N nodes for every request, or packed: one number of verify tokens T for the whole batch, which the
+likeliest nodes of all requests share (`ddtree_ragged`), and of trees that differ in size no padding is verified.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from sglang.srt.speculative import ddtree_kernels, ddtree_stats, ddtree_stats_kernel
+from sglang.srt.speculative import (
+    ddtree_kernels,
+    ddtree_ragged,
+    ddtree_ragged_kernels,
+    ddtree_stats,
+    ddtree_stats_kernel,
+)
+from sglang.srt.speculative.ddtree_ragged import Allotment, PackedNodes, PackedWalk
 from sglang.srt.speculative.ddtree_utils import (
     CommitPlan,
     DraftTree,
@@ -23,6 +33,10 @@ from sglang.srt.speculative.ddtree_utils import (
     tree_positions,
     walk_trees,
 )
+
+# What a round verifies: None, all trees whole, N nodes each; a number, so many tokens of all requests together, at
+# least one for each; "plain", the roots alone, and then nothing is drafted either.
+RoundShape = int | Literal["plain"] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,10 +54,68 @@ class RoundTree:
     ancestor_bits: torch.Tensor | None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedTree:
+    """The trees of one packed round, and the part of them that is verified.
+
+    Attributes:
+        tree: the dense trees, bs x C nodes.
+        share: how many nodes of each tree are verified, which are its first.
+        nodes: those nodes, T rows, a tail that belongs to nobody included.
+    """
+
+    tree: DraftTree
+    share: Allotment
+    nodes: PackedNodes
+
+    def row_owners(self) -> torch.Tensor:
+        """int64 [T], the request of every row; the tail counts as the first request's, and nothing reads it."""
+        return self.nodes.owners.clamp(min=0)
+
+    def dense_rows(self) -> torch.Tensor:
+        """int64 [T], where every row lies among bs * C; the tail's is the first request's root."""
+        return self.row_owners() * self.tree.tokens.shape[1] + self.nodes.nodes
+
+    def cut(self) -> DraftTree:
+        """The dense trees without the nodes that are not verified: unlinked, uncounted, of depth 0."""
+        tree, count = self.tree, self.share.qo_lens[:, None]
+
+        def link(x: torch.Tensor) -> torch.Tensor:
+            return torch.where(x < count, x, -1)
+
+        kept = torch.arange(tree.tokens.shape[1], device=count.device) < count
+        return dataclasses.replace(
+            tree,
+            depths=torch.where(kept, tree.depths, 0),
+            num_nodes=self.share.qo_lens.to(torch.int64),
+            first_child=torch.where(kept, link(tree.first_child), -1),
+            next_sibling=torch.where(kept, link(tree.next_sibling), -1),
+        )
+
+
+def root_trees(bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> RoundTree:
+    """Trees of the root alone, of a round that drafts nothing; ``bonus_tokens`` int64 [bs], ``seq_lens`` int [bs]."""
+    tokens = bonus_tokens[:, None].contiguous()
+    zeros, ones = torch.zeros_like(tokens), torch.ones_like(tokens)
+    tree = DraftTree(
+        tokens=tokens,
+        parents=-ones,
+        depths=zeros,
+        scores=zeros.to(torch.float32),
+        ranks=-ones,
+        num_nodes=ones[:, 0],
+        first_child=-ones,
+        next_sibling=-ones,
+        visible=ones[:, None].to(torch.bool),
+    )
+    return RoundTree(tree, seq_lens[:, None].to(torch.int64), ones[:, None])
+
+
 class TorchRound:
     """Build, mask and commit in PyTorch: the reference, and the CPU's way."""
 
     on_device = False
+    _ragged: Any = ddtree_ragged
 
     def build(
         self,
@@ -78,15 +150,45 @@ class TorchRound:
         walk = walk_trees(tree.tree.tokens, tree.tree.parents, choices, max_depth)
         return walk, plan_commit(walk, choices, seq_lens, slots)
 
-    def stats(self, tree: RoundTree, walk: WalkResult) -> torch.Tensor:
+    def pack(
+        self,
+        tree: RoundTree,
+        total: int,
+        seq_lens: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        req_to_token: torch.Tensor,
+    ) -> PackedTree:
+        """Share ``total`` verify tokens among the trees; the rest as in `ddtree_ragged.pack_nodes`."""
+        steps, nodes = self._ragged, tree.tree
+        bits = bit_mask(nodes.visible) if tree.ancestor_bits is None else tree.ancestor_bits
+        share = steps.allot_nodes(nodes.scores, nodes.num_nodes, total)
+        packed = steps.pack_nodes(
+            nodes.tokens, nodes.depths, bits, share.qo_indptr, seq_lens, req_pool_indices, req_to_token, total
+        )
+        return PackedTree(nodes, share, packed)
+
+    def commit_packed(
+        self, packed: PackedTree, choices: torch.Tensor, max_depth: int, seq_lens: torch.Tensor
+    ) -> PackedWalk:
+        """Walk the target's choices int64 [T] and plan the commit, a walk and a plan in one."""
+        tree, nodes = packed.tree, packed.nodes
+        return self._ragged.walk_packed(
+            tree.tokens, tree.parents, packed.share.qo_indptr, choices, max_depth, seq_lens, nodes.slots
+        )
+
+    def stats(self, tree: DraftTree, walk: WalkResult | PackedWalk) -> torch.Tensor:
         """What the host is told of the round, int64 [bs, 4]: see `ddtree_stats.tree_stats`."""
-        return ddtree_stats.tree_stats(tree.tree, walk)
+        return ddtree_stats.tree_stats(tree, walk)
 
 
 class DeviceRound(TorchRound):
-    """The same by Triton kernels: one launch to build and compile, one to walk and plan, one for the numbers."""
+    """The same by Triton kernels: one launch to build and compile, one to walk and plan, one for the numbers.
+
+    A packed round has two more, to share out and to pack.
+    """
 
     on_device = True
+    _ragged: Any = ddtree_ragged_kernels
 
     def build(
         self,
@@ -119,5 +221,5 @@ class DeviceRound(TorchRound):
         plan = CommitPlan(**{field.name: getattr(walk, field.name) for field in dataclasses.fields(CommitPlan)})
         return walk, plan
 
-    def stats(self, tree: RoundTree, walk: WalkResult) -> torch.Tensor:
-        return ddtree_stats_kernel.tree_stats(tree.tree, walk)
+    def stats(self, tree: DraftTree, walk: WalkResult | PackedWalk) -> torch.Tensor:
+        return ddtree_stats_kernel.tree_stats(tree, walk)

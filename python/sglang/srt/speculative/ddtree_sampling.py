@@ -8,11 +8,18 @@ from typing import Any
 import torch
 
 
-def _per_node(sampling_info: Any, num_nodes: int) -> Any:
+def _of_owners(tensor: torch.Tensor, num_nodes: int, owners: torch.Tensor | None) -> torch.Tensor:
+    """One row per node of what has one per request."""
+    if owners is None:
+        return torch.repeat_interleave(tensor, num_nodes, dim=0)
+    return tensor.index_select(0, owners)
+
+
+def _per_node(sampling_info: Any, num_nodes: int, owners: torch.Tensor | None) -> Any:
     """One row of sampling parameters per node instead of per request."""
 
     def repeat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else torch.repeat_interleave(tensor, num_nodes, dim=0)
+        return None if tensor is None else _of_owners(tensor, num_nodes, owners)
 
     return dataclasses.replace(
         sampling_info,
@@ -36,6 +43,7 @@ def choose_tokens(
     sampling_info: Any,
     positions: torch.Tensor,
     num_nodes: int,
+    owners: torch.Tensor | None = None,
     sampler: Any,
     grammar_mask: Any = None,
     tp_group: Any = None,
@@ -52,20 +60,24 @@ def choose_tokens(
             case.
         sampling_info: ``SamplingBatchInfo`` of the bs requests.
         positions: int64 [bs * num_nodes].
-        num_nodes: N.
+        num_nodes: N; 1 for a packed round.
+        owners: of a packed round int64 [T], the request of every row, in place of N rows for each; then read T for
+            bs * num_nodes.
         sampler: the target's ``Sampler``.
         grammar_mask: SGLang's ``GrammarMask`` over the bs * num_nodes rows.
         tp_group: ranks that must agree on the draws.
         keep_logits: leave the logits as they were before temperature and filters, for log-probabilities.
     Returns:
-        int64 [bs, num_nodes].
+        int64 [bs, num_nodes]; packed [T, 1].
     """
     from sglang.srt.utils.async_probe import sanitize_nan_logits
 
     logits = logits_output.next_token_logits
     sanitize_nan_logits(logits, "DDTREE verify: target logits")
     if sampling_info.logit_bias is not None:
-        logits.view(-1, num_nodes, logits.shape[-1]).add_(sampling_info.logit_bias[:, None])
+        bias = sampling_info.logit_bias
+        bias = bias if owners is None else _of_owners(bias, num_nodes, owners)
+        logits.view(-1, num_nodes, logits.shape[-1]).add_(bias[:, None])
     if grammar_mask is not None:
         grammar_mask.apply(logits)
 
@@ -75,14 +87,14 @@ def choose_tokens(
         scratch = dataclasses.replace(logits_output, next_token_logits=logits.clone()) if keep_logits else logits_output
         drawn = sampler(
             scratch,
-            _per_node(sampling_info, num_nodes),
+            _per_node(sampling_info, num_nodes, owners),
             return_logprob=False,
             top_logprobs_nums=[],
             token_ids_logprobs=[],
             positions=positions,
         ).to(choices.dtype)
         # A greedy request beside sampled ones: of tied maxima it takes the first, as it does alone.
-        greedy = torch.repeat_interleave(sampling_info.top_ks == 1, num_nodes, dim=0)
+        greedy = _of_owners(sampling_info.top_ks == 1, num_nodes, owners)
         choices = torch.where(greedy, choices, drawn)
         if tp_group is not None and tp_group.world_size > 1:
             choices = choices.contiguous()

@@ -6,7 +6,11 @@ a model's shape can be timed without its weights; the text is meaningless.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
+from sglang.srt.speculative.ddtree_ragged import PackedWalk
+from sglang.srt.speculative.ddtree_round import PackedTree, TorchRound
 from sglang.srt.speculative.ddtree_utils import WalkResult
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, _sample_simulated_acc_len
 
@@ -40,3 +44,27 @@ def simulate_walk(choices: torch.Tensor, max_depth: int) -> tuple[torch.Tensor, 
         bonus=fixed[:, 0].clone(),
     )
     return fixed, walk
+
+
+def simulate_packed(
+    steps: TorchRound, packed: PackedTree, max_depth: int, seq_lens: torch.Tensor
+) -> tuple[torch.Tensor, PackedWalk]:
+    """The same for a packed round: a request with fewer nodes than the forced length accepts what it has.
+
+    Args:
+        steps: the round's.
+        packed: the trees; only their sizes count.
+        max_depth: as above.
+        seq_lens: int [bs].
+    Returns:
+        choices: int64 [T], the fixed token everywhere.
+        walk: its path is the front nodes.
+    """
+    committed = _sample_simulated_acc_len(SIMULATE_ACC_LEN, SIMULATE_ACC_METHOD, max_depth + 1)
+    tree = packed.tree
+    # A chain through all nodes, of which the target says every token.
+    parents = torch.arange(-1, tree.parents.shape[1] - 1, device=tree.parents.device).expand_as(tree.parents)
+    fixed = torch.full_like(tree.tokens, FIXED_TOKEN)
+    chains = dataclasses.replace(packed, tree=dataclasses.replace(tree, tokens=fixed, parents=parents.contiguous()))
+    choices = torch.full_like(packed.nodes.tokens, FIXED_TOKEN)
+    return choices, steps.commit_packed(chains, choices, committed - 1, seq_lens)

@@ -7,10 +7,11 @@ Torch alone, few launches, no host synchronisation. `sglang_ddtree.round_stats` 
 from __future__ import annotations
 
 import torch
+from sglang.srt.speculative.ddtree_ragged import PackedWalk
 from sglang.srt.speculative.ddtree_utils import DraftTree, WalkResult
 
 
-def tree_stats(tree: DraftTree, walk: WalkResult) -> torch.Tensor:
+def tree_stats(tree: DraftTree, walk: WalkResult | PackedWalk) -> torch.Tensor:
     """Numbers of a round that verified its trees.
 
     Args:
@@ -50,6 +51,6 @@ def shadow_stats(tree: DraftTree, walk: WalkResult) -> torch.Tensor:
     return _numbers(tree, walk, held.any(1))
 
 
-def _numbers(tree: DraftTree, walk: WalkResult, side: torch.Tensor) -> torch.Tensor:
+def _numbers(tree: DraftTree, walk: WalkResult | PackedWalk, side: torch.Tensor) -> torch.Tensor:
     columns = (walk.num_accepted_drafts, tree.num_nodes, tree.depths.amax(1), side.to(torch.int64))
     return torch.stack(columns, dim=1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from sglang.srt.speculative.ddtree_ragged import PackedWalk
 from sglang.srt.speculative.ddtree_utils import DraftTree, WalkResult
 
 
-def tree_stats(tree: DraftTree, walk: WalkResult) -> torch.Tensor:
+def tree_stats(tree: DraftTree, walk: WalkResult | PackedWalk) -> torch.Tensor:
     """Numbers of a round that verified its trees; arguments and result as of `ddtree_stats.tree_stats`.
 
     All tensors are contiguous and on one device, as `ddtree_kernels` makes them.

@@ -25,13 +25,21 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner
 from sglang.srt.speculative.ddtree_kv_move import movable, move_accepted
+from sglang.srt.speculative.ddtree_ragged import MAX_NODES, PackedWalk
 from sglang.srt.speculative.ddtree_result import DDTreeBatchResult
-from sglang.srt.speculative.ddtree_round import DeviceRound, RoundTree, TorchRound
+from sglang.srt.speculative.ddtree_round import (
+    DeviceRound,
+    PackedTree,
+    RoundShape,
+    RoundTree,
+    TorchRound,
+    root_trees,
+)
 from sglang.srt.speculative.ddtree_sampling import choose_tokens
-from sglang.srt.speculative.ddtree_simulation import is_simulating, simulate_walk
+from sglang.srt.speculative.ddtree_simulation import is_simulating, simulate_packed, simulate_walk
 from sglang.srt.speculative.ddtree_stats import shadow_stats
 from sglang.srt.speculative.ddtree_topk import local_vocabulary
-from sglang.srt.speculative.ddtree_utils import CommitPlan, WalkResult, plan_commit
+from sglang.srt.speculative.ddtree_utils import CommitPlan, DraftTree, WalkResult, plan_commit
 from sglang.srt.speculative.dflash_info import DDTreeDraftInput, DDTreeVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.eagle_utils import eagle_prepare_for_verify
@@ -162,7 +170,8 @@ class DDTreeWorker(DFlashWorkerV2):
 
         Returns:
             ``next_token_ids`` int64 [bs * N], of each request's N the first ``accept_lens`` count: the accepted
-            drafts and the bonus token.
+            drafts and the bonus token. ``speculative_num_draft_tokens`` is this N; a packed round's is what a path
+            can hold.
         """
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
             # The prefill is as able to give log-probabilities as the target's own, of which it is made.
@@ -170,11 +179,21 @@ class DDTreeWorker(DFlashWorkerV2):
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
 
         # Made on the scheduler's stream, read on this one.
-        draft_input = batch.spec_info
-        record_stream_each((batch.seq_lens, draft_input.bonus_tokens), self._stream())
-        ids, logprobs = self._draft(batch, draft_input.bonus_tokens)
-        tree, shadow = self._build(draft_input.bonus_tokens, ids, logprobs, batch.seq_lens)
+        bonus_tokens = batch.spec_info.bonus_tokens
+        record_stream_each((batch.seq_lens, bonus_tokens), self._stream())
+        shape = self._shape_of_round(batch)
+        if shape == "plain":
+            tree = root_trees(bonus_tokens, batch.seq_lens)
+            return self._verify_packed(batch, tree, len(bonus_tokens), on_publish, grammar_barrier)
+        ids, logprobs = self._draft(batch, bonus_tokens)
+        tree, shadow = self._build(bonus_tokens, ids, logprobs, batch.seq_lens)
+        if shape is not None:
+            return self._verify_packed(batch, tree, shape, on_publish, grammar_barrier)
         return self._verify(batch, tree, shadow, on_publish, grammar_barrier)
+
+    def _shape_of_round(self, batch: ScheduleBatch) -> RoundShape:
+        """What this round verifies, decided before anything of it runs: see `ddtree_round.RoundShape`."""
+        return None
 
     def _build(
         self, bonus_tokens: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, seq_lens: torch.Tensor
@@ -311,20 +330,105 @@ class DDTreeWorker(DFlashWorkerV2):
         The steps are those of SGLang's ``run_eagle_verify``; its sampling is replaced, since that one ignores
         min-p, is greedy on the CPU and draws among tied maxima for a greedy request beside sampled ones.
         """
-        target_worker = self.target_worker
         verify_input = self._verify_input(batch, tree)
         batch.spec_info = verify_input
         # The batch drops its references while kernels on this stream still read what they refer to.
         record_stream_for_v2_verify(batch, verify_input, self._stream())
         forward_batch, can_run_cuda_graph = eagle_prepare_for_verify(
-            verify_input, self.model_runner.req_to_token_pool, batch, target_worker
+            verify_input, self.model_runner.req_to_token_pool, batch, self.target_worker
         )
         record_stream_each((batch.input_ids, batch.out_cache_loc), self._stream())
+        logits_output, choices = self._choose(batch, forward_batch, tree.tree, None, grammar_barrier)
+        slots = batch.out_cache_loc.view(choices.shape)
+        if is_simulating():
+            choices, walk = simulate_walk(choices, self.config.max_depth)
+            plan = plan_commit(walk, choices, batch.seq_lens, slots)
+        else:
+            walk, plan = self._round.commit(tree, choices, self.config.max_depth, batch.seq_lens, slots)
+        if batch.return_logprob:
+            compute_spec_v2_logprobs(batch, logits_output, choices.view(-1), plan.rows, plan.rows.shape[1] - 1)
+        self._commit(batch, logits_output, walk, plan, on_publish)
+        round_stats = self._round.stats(tree.tree, walk) if shadow is None else shadow_stats(shadow.tree, walk)
+        kept = (forward_batch, tree)
+        return self._result(logits_output, can_run_cuda_graph, walk, plan, round_stats, kept)
+
+    def _verify_packed(
+        self, batch: ScheduleBatch, tree: RoundTree, total: int, on_publish: Any, grammar_barrier: Any
+    ) -> DDTreeBatchResult:
+        """Verify the ``total`` likeliest nodes of all trees in one target forward, without padding between requests.
+
+        Else as `_verify`, but always eagerly.
+        """
+        self._assert_packable()
+        pool = self.model_runner.req_to_token_pool
+        packed = self._round.pack(tree, total, batch.seq_lens, batch.req_pool_indices, pool.req_to_token)
+        # What is not verified is no node for grammar and statistics either.
+        cut, nodes = packed.cut(), packed.nodes
+        verify_input = DDTreeVerifyInput(
+            draft_token=nodes.tokens,
+            custom_mask=None,
+            positions=nodes.positions,
+            retrieve_index=None,
+            retrieve_next_token=None,
+            retrieve_next_sibling=None,
+            retrieve_cum_len=None,
+            spec_steps=self.config.max_depth,
+            topk=2,
+            draft_token_num=cut.tokens.shape[1],
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            seq_lens_sum=None,
+            seq_lens_cpu=None,
+            ancestor_bits=nodes.ancestor_bits,
+            qo_indptr=packed.share.qo_indptr,
+            depths=nodes.depths,
+        )
+        record_stream_for_v2_verify(batch, verify_input, self._stream())
+        forward_batch = verify_input.prepare_packed(batch, nodes.slots, self.model_runner)
+        logits_output, choices = self._choose(batch, forward_batch, cut, packed, grammar_barrier)
+        choices = choices.view(-1)
+        max_depth = min(self.config.max_depth, cut.tokens.shape[1] - 1)
+        if is_simulating():
+            choices, walk = simulate_packed(self._round, packed, max_depth, batch.seq_lens)
+        else:
+            walk = self._round.commit_packed(packed, choices, max_depth, batch.seq_lens)
+        if batch.return_logprob:
+            compute_spec_v2_logprobs(batch, logits_output, choices, walk.rows, walk.rows.shape[1] - 1)
+        self._commit(batch, logits_output, walk, walk, on_publish)
+        kept = (forward_batch, tree, packed, cut)
+        return self._result(logits_output, False, walk, walk, self._round.stats(cut, walk), kept)
+
+    def _assert_packable(self) -> None:
+        config = self.config
+        assert not config.shadow_linear and config.verify_width <= MAX_NODES, f"{config} has no packed rounds"
+        assert not self._need_mamba_verify_commit, "recurrent states have no packed rounds"
+        backend = self.model_runner.attn_backend
+        on_cpu = torch.device(self.device).type == "cpu"
+        assert on_cpu or reads_ancestor_bits(backend), f"{type(backend).__name__} knows no packed rounds"
+
+    def _choose(
+        self,
+        batch: ScheduleBatch,
+        forward_batch: ForwardBatch,
+        tree: DraftTree,
+        packed: PackedTree | None,
+        grammar_barrier: Any,
+    ) -> tuple[Any, torch.Tensor]:
+        """The target's forward and its choice at every node.
+
+        Args:
+            batch: the verify batch.
+            forward_batch: of it.
+            tree: the trees, links to verified nodes only.
+            packed: of a packed round.
+            grammar_barrier: as of `forward_batch_generation`.
+        Returns:
+            SGLang's output of the forward, and int64 [bs, N], packed [T, 1].
+        """
         grammar_tree = None
         if batch.has_grammar:
             # Copies to the host: started before the forward, so that it overlaps.
-            grammar_tree = GrammarTree.from_device(tree.tree.first_child, tree.tree.next_sibling, tree.tree.tokens)
-        output = target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
+            grammar_tree = GrammarTree.from_device(tree.first_child, tree.next_sibling, tree.tokens)
+        output = self.target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         logits_output = output.logits_output
         grammar_mask = None
         if grammar_tree is not None:
@@ -335,52 +439,59 @@ class DDTreeWorker(DFlashWorkerV2):
                 device=logits_output.next_token_logits.device,
                 barrier=grammar_barrier,
             )
+        if grammar_mask is not None and packed is not None:
+            rows = packed.dense_rows()
+            grammar_mask = grammar_mask._replace(vocab_mask=grammar_mask.vocab_mask.index_select(0, rows))
         choices = choose_tokens(
             logits_output=logits_output,
             sampling_info=batch.sampling_info,
-            positions=verify_input.positions,
-            num_nodes=verify_input.draft_token_num,
+            positions=forward_batch.spec_info.positions,
+            num_nodes=tree.tokens.shape[1] if packed is None else 1,
+            owners=None if packed is None else packed.row_owners(),
             sampler=self.model_runner.sampler,
             grammar_mask=grammar_mask,
             tp_group=get_tp_group(),
             keep_logits=batch.return_logprob,
         )
-        slots = batch.out_cache_loc.view(choices.shape)
-        if is_simulating():
-            choices, walk = simulate_walk(choices, self.config.max_depth)
-            plan = plan_commit(walk, choices, batch.seq_lens, slots)
-        else:
-            walk, plan = self._round.commit(tree, choices, self.config.max_depth, batch.seq_lens, slots)
-        if batch.return_logprob:
-            compute_spec_v2_logprobs(batch, logits_output, choices.view(-1), plan.rows, plan.rows.shape[1] - 1)
-        self._commit(batch, logits_output, walk, plan, on_publish)
-        if shadow is None:
-            round_stats = self._round.stats(tree, walk)
-        else:
-            round_stats = shadow_stats(shadow.tree, walk)
+        return logits_output, choices
+
+    def _result(
+        self,
+        logits_output: Any,
+        can_run_cuda_graph: bool,
+        walk: WalkResult | PackedWalk,
+        plan: CommitPlan | PackedWalk,
+        round_stats: torch.Tensor,
+        kept: tuple[Any, ...],
+    ) -> DDTreeBatchResult:
         return DDTreeBatchResult(
             logits_output=logits_output,
             next_token_ids=plan.next_tokens.reshape(-1),
             accept_lens=plan.accept_lens,
             can_run_cuda_graph=can_run_cuda_graph,
             next_draft_input=self._next_draft_input(walk.bonus, plan.new_seq_lens),
-            speculative_num_draft_tokens=verify_input.draft_token_num,
+            speculative_num_draft_tokens=plan.next_tokens.shape[1],
             new_seq_lens=plan.new_seq_lens,
             # Under overlap the batch moves on while this round still runs.
-            extra_keep_alive_refs=[forward_batch, tree, plan],
+            extra_keep_alive_refs=[*kept, walk, plan],
             round_stats=round_stats,
         )
 
     def _commit(
-        self, batch: ScheduleBatch, logits_output: Any, walk: WalkResult, plan: CommitPlan, on_publish: Any
+        self,
+        batch: ScheduleBatch,
+        logits_output: Any,
+        walk: WalkResult | PackedWalk,
+        plan: CommitPlan | PackedWalk,
+        on_publish: Any,
     ) -> None:
         """Make the accepted path the request's next tokens: KV to the front, hidden states to the drafter.
 
         Source and target slots come from the round's own ``out_cache_loc``. SGLang's helper reads ``req_to_token``
         again, which the overlap scheduler may be rewriting by then for the next round.
         """
-        nodes = batch.out_cache_loc.shape[0] // plan.accept_lens.shape[0]
         if self._need_mamba_verify_commit:
+            nodes = batch.out_cache_loc.shape[0] // plan.accept_lens.shape[0]
             accepted = torch.where(walk.accept_index >= 0, plan.rows, -1).to(torch.int32)
             commit_mamba_states_after_verify(self.target_worker, batch, plan.accept_lens, accepted, nodes)
         hidden = logits_output.hidden_states[plan.rows.view(-1)]
@@ -399,7 +510,7 @@ class DDTreeWorker(DFlashWorkerV2):
             return None
         return movable(self.model_runner.token_to_kv_pool_allocator.get_kvcache())
 
-    def _move_kv(self, plan: CommitPlan) -> None:
+    def _move_kv(self, plan: CommitPlan | PackedWalk) -> None:
         """The accepted nodes' keys and values to the front of the round's slots, in every layer of the target."""
         if self._movable_pool is not None:
             move_accepted(self._movable_pool, plan.kv_to, plan.kv_from, plan.accept_lens)
@@ -407,7 +518,7 @@ class DDTreeWorker(DFlashWorkerV2):
         kv_cache = self.model_runner.token_to_kv_pool_allocator.get_kvcache()
         kv_cache.move_kv_cache(plan.kv_to.view(-1), plan.kv_from.view(-1))
 
-    def _feed_drafter(self, hidden: torch.Tensor, plan: CommitPlan) -> None:
+    def _feed_drafter(self, hidden: torch.Tensor, plan: CommitPlan | PackedWalk) -> None:
         """Write the drafter's keys and values of the committed tokens, which share the target's slots.
 
         Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
@@ -18,7 +18,10 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 @dataclass
 class DDTreeVerifyInput(EagleVerifyInput):
-    """One target verify of a batch of trees, N nodes each (a chain is a tree of topk 1).
+    """One target verify of a batch of trees, N nodes each (a chain is a tree of topk 1), or packed.
+
+    A packed round has trees of different sizes, their T nodes one behind the other; the two backends of DDTREE alone
+    know it, and it is run eagerly.
 
     Attributes used by SGLang's attention backends and commit:
         draft_token: int64 [bs * N], the nodes' tokens, node 0 the last committed one.
@@ -30,12 +33,34 @@ class DDTreeVerifyInput(EagleVerifyInput):
         spec_steps: the deepest node possible.
         topk: more than 1 selects the tree paths of the backends.
         ancestor_bits: int64 [bs, N, W], the mask as `TritonTreeMaskAttnBackend` reads it, which needs no dense one.
+
+    Packed, draft_token and positions are int64 [T], ancestor_bits is [T, W], there is no mask and no link, and
+    draft_token_num is what the widest tree can have; and
+        qo_indptr: int32 [bs + 1], where each request's nodes begin. None: not packed.
+        depths: int64 [T].
     """
 
     ancestor_bits: torch.Tensor | None = None
+    qo_indptr: torch.Tensor | None = None
+    depths: torch.Tensor | None = None
 
     # Same layout as EAGLE's, and it accepts a missing mask.
     generate_attn_arg_prefill = DFlashVerifyInput.generate_attn_arg_prefill
+
+    def prepare_packed(self, batch: ScheduleBatch, slots: torch.Tensor, model_runner) -> ForwardBatch:
+        """The target's forward of a packed round, as SGLang's ``eagle_prepare_for_verify`` makes a uniform one's.
+
+        Args:
+            batch: becomes the verify batch.
+            slots: int64 [T], where the nodes' keys and values go.
+            model_runner: the target's.
+        """
+        assert self.qo_indptr is not None, "not packed"
+        batch.input_ids, batch.out_cache_loc, batch.spec_info = self.draft_token, slots, self
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        return ForwardBatch.init_new(
+            batch, model_runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
+        )
 
     @classmethod
     def create_dummy_input(

@@ -63,11 +63,22 @@ def tree_attention(
     return out.movedim(0, 1)
 
 
+def bits_to_mask(ancestor_bits: torch.Tensor) -> torch.Tensor:
+    """bool [N, N] of one request's ancestor bits, int64 [N, W]; True: the row may attend the column."""
+    nodes = ancestor_bits.shape[0]
+    column = torch.arange(nodes, device=ancestor_bits.device)
+    return (ancestor_bits[:, column // 64] >> (column % 64)) & 1 > 0
+
+
 class TorchTreeMaskAttnBackend(TorchNativeAttnBackend):
     """SGLang's ``torch_native`` backend, with a verify that honours a tree.
 
     ``spec_info.custom_mask`` holds the tree part only, bool [bs * N * N]; None means causal over the block.
     A drafter's bidirectional layers (``ENCODER_ONLY``) see their whole block.
+
+    With a ``spec_info.qo_indptr``, int32 [bs + 1], the round is packed: request b's nodes are the rows from
+    qo_indptr[b] to [b + 1] of ``ancestor_bits`` int64 [T, W] and ``depths`` int64 [T], and no mask is read. Rows behind
+    the last request's get zeros.
     """
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -77,19 +88,30 @@ class TorchTreeMaskAttnBackend(TorchNativeAttnBackend):
         if not forward_batch.forward_mode.is_target_verify():
             return
         spec_info = forward_batch.spec_info
-        nodes = int(spec_info.draft_token_num)
         seq_lens = forward_batch.seq_lens.tolist()
-        rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
-        slots = [rows[b, : length + nodes].to(torch.int64) for b, length in enumerate(seq_lens)]
-        offsets = torch.arange(nodes, device=rows.device)
-        causal = offsets[:, None] >= offsets[None, :]
-        if spec_info.custom_mask is None:
-            visible = causal.expand(len(seq_lens), -1, -1)
-            depths = offsets.expand(len(seq_lens), -1)
+        visible: torch.Tensor | list[torch.Tensor]
+        depths: torch.Tensor | list[torch.Tensor]
+        if getattr(spec_info, "qo_indptr", None) is not None:
+            bounds = spec_info.qo_indptr.tolist()
+            parts = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+            visible = [bits_to_mask(spec_info.ancestor_bits[part]) for part in parts]
+            depths = [spec_info.depths[part] for part in parts]
         else:
-            visible = spec_info.custom_mask.view(len(seq_lens), nodes, nodes)
-            depths = spec_info.positions.view(len(seq_lens), nodes) - forward_batch.seq_lens[:, None]
-        self._plan = (slots, visible, depths)
+            nodes = int(spec_info.draft_token_num)
+            parts = [slice(b * nodes, (b + 1) * nodes) for b in range(len(seq_lens))]
+            offsets = torch.arange(nodes, device=forward_batch.seq_lens.device)
+            if spec_info.custom_mask is None:
+                visible = (offsets[:, None] >= offsets[None, :]).expand(len(seq_lens), -1, -1)
+                depths = offsets.expand(len(seq_lens), -1)
+            else:
+                visible = spec_info.custom_mask.view(len(seq_lens), nodes, nodes)
+                depths = spec_info.positions.view(len(seq_lens), nodes) - forward_batch.seq_lens[:, None]
+        rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
+        slots = [
+            rows[b, : length + part.stop - part.start].to(torch.int64)
+            for b, (length, part) in enumerate(zip(seq_lens, parts, strict=True))
+        ]
+        self._plan = list(zip(parts, slots, visible, depths, strict=True))
 
     def forward_extend(
         self,
@@ -108,20 +130,17 @@ class TorchTreeMaskAttnBackend(TorchNativeAttnBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        slots, visible, depths = self._plan
-        nodes = visible.shape[-1]
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = q.new_empty((query.shape[0], layer.tp_q_head_num, layer.v_head_dim))
+        out = q.new_zeros((query.shape[0], layer.tp_q_head_num, layer.v_head_dim))
         bidirectional = layer.attn_type == AttentionType.ENCODER_ONLY
         window = layer.sliding_window_size
-        for b, used in enumerate(slots):
-            part = slice(b * nodes, (b + 1) * nodes)
+        for part, used, visible, depths in self._plan:
             out[part] = tree_attention(
                 query[part],
                 keys[used],
                 values[used],
-                torch.ones_like(visible[b]) if bidirectional else visible[b],
-                depths[b],
+                torch.ones_like(visible) if bidirectional else visible,
+                depths,
                 scaling=layer.scaling,
                 sliding_window=-1 if window is None or bidirectional else window,
                 logit_cap=layer.logit_cap,

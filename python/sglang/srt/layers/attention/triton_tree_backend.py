@@ -31,12 +31,13 @@ class TreeRound:
     """What one verify reads beside SGLang's metadata, the same for every layer.
 
     Attributes:
-        ancestor_bits: int64 [bs, N, W].
-        depths: int64 [bs, N], or None where no layer has a sliding window.
+        ancestor_bits: int64 [bs, N, W]; packed: [T, W].
+        depths: int64 [bs, N], packed [T], or None where no layer has a sliding window.
         plan: how the prefixes are split, of layers without a window.
         window_plan: of layers with one, or None.
         scratch: float32, shared by all layers.
         is_block: a drafter's block, in which every node sees all others, rather than a tree.
+        is_packed: requests of different numbers of nodes lie one behind the other, and a tail may follow them.
     """
 
     ancestor_bits: torch.Tensor
@@ -45,6 +46,7 @@ class TreeRound:
     window_plan: SplitPlan | None
     scratch: torch.Tensor
     is_block: bool = False
+    is_packed: bool = False
 
     def head(self, bs: int) -> TreeRound:
         """Views for a smaller batch in buffers made for a larger one."""
@@ -75,6 +77,9 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         ancestor_bits: int64 [bs, N, W], contiguous; see `triton_tree_mask.tree_attention`. None or absent: the
             parent's verify, causal without a ``custom_mask``.
         depths: int64 [bs, N]; read where the model has a sliding window. None: positions - seq_lens.
+        qo_indptr: int32 [bs + 1], eagerly only: the round is packed. The bits are then [T, W] and the depths [T], which
+            must be given; request b's nodes are the rows from qo_indptr[b] to [b + 1], at most ``draft_token_num`` of
+            them, and rows behind the last one get zeros. None or absent: N rows each.
 
     A ``custom_mask`` beside the bits is not read, and the parent's buffer for one is never allocated; a mask alone
     is served eagerly as the parent does, but refused by a CUDA graph.
@@ -119,20 +124,25 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         if bits is None:
             return
         self._check_servable()
-        metadata, nodes = self.forward_metadata, bits.shape[1]
+        metadata, packed = dict(vars(self.forward_metadata)), _is_packed(spec_info)
+        if packed:
+            # The parent knows one number of nodes for all requests.
+            metadata["qo_indptr"] = spec_info.qo_indptr
+        qo_indptr, nodes = metadata["qo_indptr"], int(spec_info.draft_token_num) if packed else bits.shape[1]
         extra = self._extra_splits(nodes)
         window_plan = None
         if self._has_window:
-            window_plan = plan_splits(metadata.qo_indptr, metadata.window_kv_indptr, extra)
+            window_plan = plan_splits(qo_indptr, metadata["window_kv_indptr"], extra)
         tree = TreeRound(
             bits.contiguous(),
             self._depths(spec_info, forward_batch.seq_lens, bits),
-            plan_splits(metadata.qo_indptr, metadata.kv_indptr, extra),
+            plan_splits(qo_indptr, metadata["kv_indptr"], extra),
             window_plan,
             allocate_scratch(bs, extra, nodes, self.num_head, self._widest_value(), self.device),
             self._drafts(),
+            packed,
         )
-        self.forward_metadata = TreeForwardMetadata(**vars(metadata), tree=tree)
+        self.forward_metadata = TreeForwardMetadata(**metadata, tree=tree)
 
     def init_cuda_graph_state(
         self,
@@ -163,6 +173,8 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             return
         # The batch is padded to a captured size, spec_info is not.
         bs, spec_info = forward_batch.batch_size, forward_batch.spec_info
+        if _is_packed(spec_info):
+            raise RuntimeError("a packed round has no CUDA graph: run it eagerly.")
         bits = self._bits(spec_info, bs)
         if in_capture:
             self._graphs_with_tree.discard(bs)
@@ -258,6 +270,9 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
                 raise NotImplementedError(f"tree attention has no {name}.")
         if options.get("xai_temperature_len", -1) > 0:
             raise NotImplementedError("tree attention has no temperature by position (xai_temperature_len).")
+        if tree.is_packed:
+            # The tail belongs to no request, so that no program writes it. The next layer reads it all the same.
+            out.zero_()
         tree_attention(
             q,
             k,
@@ -291,7 +306,10 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         return self.is_draft_runner and not self.skip_prefill and not any(refused for refused, _ in self._refusals())
 
     def _bits(self, spec_info: Any, bs: int) -> torch.Tensor | None:
-        """int64 [at most bs, N, W] of a target's verify or a drafter's block, None: not for the tree kernel."""
+        """int64 [at most bs, N, W] or packed [T, W] of a target's verify or a drafter's block.
+
+        None: not for the tree kernel.
+        """
         bits = getattr(spec_info, "ancestor_bits", None)
         if self._drafts():
             if self._block_bits is None:
@@ -307,13 +325,13 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         return _chain_bits(nodes, self.device).expand(bs, -1, -1)
 
     def _depths(self, spec_info: Any, seq_lens: torch.Tensor, bits: torch.Tensor) -> torch.Tensor | None:
-        """int64 [requests of bits, N] where a window counts positions, else None."""
+        """int64 [requests of bits, N], packed [T], where a window counts positions, else None."""
         if not self._has_window:
             return None
-        bs, nodes = bits.shape[:2]
         depths = getattr(spec_info, "depths", None)
         if depths is not None:
             return depths.to(torch.int64).contiguous()
+        bs, nodes = bits.shape[:2]
         positions = getattr(spec_info, "positions", None)
         if positions is not None:
             return (positions.view(bs, nodes) - seq_lens[:bs, None]).to(torch.int64)
@@ -352,6 +370,10 @@ def reads_ancestor_bits(backend: Any) -> bool:
     if parts:
         return all(reads_ancestor_bits(part) for part in parts)
     return isinstance(backend, TritonTreeMaskAttnBackend)
+
+
+def _is_packed(spec_info: Any) -> bool:
+    return getattr(spec_info, "qo_indptr", None) is not None
 
 
 def _chain_bits(nodes: int, device: torch.device | str) -> torch.Tensor:
