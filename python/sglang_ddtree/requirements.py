@@ -117,6 +117,11 @@ _NEVER = (
     ("enable_linear_replayssm_spec", "its kernel replays a chain", "Drop the flag"),
     ("enable_page_major_kv_layout", "a tree's commit writes contiguous pools", "Drop the flag"),
     (
+        "enable_memory_saver",
+        "SGLang keeps no copy of the drafter's buffers while memory is released",
+        "Drop the flag",
+    ),
+    (
         "enable_deterministic_inference",
         "the target's numbers depend on how many nodes and requests are verified together",
         "Drop the flag",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny_models
 from pairs import BLOCK_SIZE, CONTEXT, Pair, greedy
-from serving import Server, output_ids
+from serving import Server, free_port, output_ids
 
 DEPTH = BLOCK_SIZE - 1
 SIDE = [[0, 1, 0, 0, 0, 0, 0], [1, 0, 0, -1, -1, -1, -1], [-1] * DEPTH]
@@ -354,6 +354,39 @@ def test_new_weights(qwen3: Pair, small: Server) -> None:
     try:
         changed = output_ids(small.generate([prompt], **params))[0]
         assert changed == greedy(other, prompt, 24) != before[0]
+    finally:
+        assert small.post("/update_weights_from_disk", {"model_path": str(qwen3.target)})["success"]
+    assert output_ids(small.generate([prompt], **params)) == before
+
+
+@pytest.mark.feature("`/update_weights_from_distributed`: the drafter keeps its weights")
+def test_new_weights_from_a_trainer(qwen3: Pair, small: Server) -> None:
+    """The target's tensors over a process group, of which this process is the other rank."""
+    import torch.distributed
+    from safetensors.torch import load_file
+    from sglang.srt.utils import init_custom_process_group
+
+    other = qwen3.folder / "other"
+    if not other.exists():
+        tiny_models.make_target(other, "qwen3", context=CONTEXT, seed=9)
+    prompt, params = list(b"who are you"), dict(max_new_tokens=24, ignore_eos=True)
+    before = output_ids(small.generate([prompt], **params))
+    port, group = free_port(), {"group_name": "trainer"}
+    joined = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+    tensors = load_file(other / "model.safetensors")
+    sizes = {"dtypes": ["float32"] * len(tensors), "shapes": [list(x.shape) for x in tensors.values()]}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(small.post, "/init_weights_update_group", {**joined, **group})
+        trainer = init_custom_process_group(
+            backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0, **group
+        )
+        assert answer.result()["success"]
+        answer = pool.submit(small.post, "/update_weights_from_distributed", {"names": [*tensors], **sizes, **group})
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, src=0, group=trainer)
+        assert answer.result()["success"]
+    try:
+        assert output_ids(small.generate([prompt], **params)) == [greedy(other, prompt, 24)] != before
     finally:
         assert small.post("/update_weights_from_disk", {"model_path": str(qwen3.target)})["success"]
     assert output_ids(small.generate([prompt], **params)) == before

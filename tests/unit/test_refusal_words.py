@@ -125,6 +125,14 @@ FLAGS = [
         ),
     ),
     pytest.param(
+        {"enable_memory_saver": True},
+        marks=pytest.mark.feature(
+            "`--enable-memory-saver`, with it `/release_memory_occupation`",
+            refused="DDTREE does not support --enable-memory-saver: SGLang keeps no copy of the drafter's buffers "
+            "while memory is released. Drop the flag.",
+        ),
+    ),
+    pytest.param(
         {"enable_deterministic_inference": True},
         marks=pytest.mark.feature(
             "`--enable-deterministic-inference`",

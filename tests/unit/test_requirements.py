@@ -72,6 +72,7 @@ REFUSED = [
     ("enable_return_indexer_topk", True, "--enable-return-indexer-topk", "Drop the flag."),
     ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm-spec", "Drop the flag."),
     ("enable_deterministic_inference", True, "--enable-deterministic-inference", "Drop the flag."),
+    ("enable_memory_saver", True, "--enable-memory-saver", "Drop the flag."),
     ("dcp_size", 2, "--dcp-size 2", "Use --tp-size."),
     (
         "speculative_draft_attention_backend",
