@@ -21,6 +21,8 @@ def assert_passes_in_the_interpreter(file: str, timeout: int = 600) -> None:
     """Run one test file in a process where Triton interprets; nothing in it may be skipped there."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(file).resolve())]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    # What the plugin must arrange by itself is not inherited from a test process that already has it.
+    environment.pop("SGLANG_USE_CPU_ENGINE", None)
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     summary = run.stdout.strip().splitlines()[-1:]
     assert run.returncode == 0, run.stdout[-10_000:] + run.stderr[-2_000:]

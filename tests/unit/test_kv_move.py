@@ -8,13 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from _kernels import DEVICE, INTERPRETED, assert_passes_in_the_interpreter, compile_for
-from _load import load
 
 triton = pytest.importorskip("triton")
-memory_pool = pytest.importorskip("sglang.srt.mem_cache.memory_pool")
+
+from sglang.srt.plugins import load_plugins  # noqa: E402
+
+load_plugins()
+
+from sglang_ddtree import overlay  # noqa: E402
+
+overlay.lay()
+
+from sglang.srt.mem_cache import memory_pool  # noqa: E402
+from sglang.srt.speculative import ddtree_kv_move as m  # noqa: E402
 
 on_device = [] if INTERPRETED else [pytest.mark.gpu]
-m = load("ddtree_kv_move", "python/sglang/srt/speculative/ddtree_kv_move.py")
 
 
 def make_pool(layers, slots, k_shape, v_shape, dtype):
