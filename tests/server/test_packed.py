@@ -41,7 +41,12 @@ def script(pair: Pair, ranks: list[list[int]] | None) -> None:
 
 # What is interpreted is slow: less of it.
 @pytest.mark.parametrize(
-    "where, name", [*(("torch", name) for name in SCRIPTS), ("device", "side branches"), ("device", "real drafter")]
+    "where, name",
+    [
+        *(("torch", name) for name in SCRIPTS),
+        ("device", "side branches"),
+        pytest.param("device", "real drafter", marks=pytest.mark.gpu),
+    ],
 )
 def test_greedy_tokens(qwen3: Pair, where: str, name: str) -> None:
     prompts = PROMPTS if where == "torch" else PROMPTS[:2]
