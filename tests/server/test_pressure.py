@@ -10,6 +10,7 @@ import re
 import threading
 import time
 import urllib.error
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -337,12 +338,18 @@ def test_pause_and_continue(qwen3: Pair, small: Server, mode: str) -> None:
     small.assert_pool_empty()
 
 
+def another_target(pair: Pair) -> Path:
+    """A target of the pair's shape with other weights, made once."""
+    folder = pair.folder / "other"
+    if not folder.exists():
+        tiny_models.make_target(folder, "qwen3", context=CONTEXT, seed=9)
+    return folder
+
+
 @pytest.mark.feature("`/update_weights_from_disk`: the drafter keeps its weights")
 def test_new_weights(qwen3: Pair, small: Server) -> None:
     """/update_weights_from_disk: the target changes, the drafter stays, the answers are the new target's."""
-    other = qwen3.folder / "other"
-    if not other.exists():
-        tiny_models.make_target(other, "qwen3", context=CONTEXT, seed=9)
+    other = another_target(qwen3)
     prompt, params = list(b"who are you"), dict(max_new_tokens=24, ignore_eos=True)
     before = output_ids(small.generate([prompt], **params))
     qwen3.script()
@@ -366,9 +373,7 @@ def test_new_weights_from_a_trainer(qwen3: Pair, small: Server) -> None:
     from safetensors.torch import load_file
     from sglang.srt.utils import init_custom_process_group
 
-    other = qwen3.folder / "other"
-    if not other.exists():
-        tiny_models.make_target(other, "qwen3", context=CONTEXT, seed=9)
+    other = another_target(qwen3)
     prompt, params = list(b"who are you"), dict(max_new_tokens=24, ignore_eos=True)
     before = output_ids(small.generate([prompt], **params))
     port, group = free_port(), {"group_name": "trainer"}

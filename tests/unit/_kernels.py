@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from serving import environment
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,10 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def assert_passes_in_the_interpreter(file: str, timeout: int = 600) -> None:
     """Run one test file in a process where Triton interprets; nothing in it may be skipped there."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(file).resolve())]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    # What the plugin must arrange by itself is not inherited from a test process that already has it.
-    environment.pop("SGLANG_USE_CPU_ENGINE", None)
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    env = environment({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
     summary = run.stdout.strip().splitlines()[-1:]
     assert run.returncode == 0, run.stdout[-10_000:] + run.stderr[-2_000:]
     assert "passed" in summary[0] and "skipped" not in summary[0], summary
