@@ -51,16 +51,26 @@ class DDTreeAlgorithm(CustomSpecAlgo):
 
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
         # The graph runner asks with the target's N for the drafter too, whose block is D wide.
-        if is_draft_worker:
-            from sglang.srt.runtime_context import get_server_args
+        from sglang.srt.runtime_context import get_server_args
 
-            return config_of(get_server_args()).require_block_size()
-        return num_draft_tokens
+        server_args = get_server_args()
+        config = config_of(server_args)
+        if is_draft_worker:
+            return config.require_block_size()
+        graphs = getattr(server_args.cuda_graph_config, "decode", None)
+        if not config.auto or graphs is None or not graphs.bs:
+            return num_draft_tokens
+        # Packed rounds: what all requests together verify, as if it were dealt out evenly.
+        from sglang.srt.speculative.ddtree_auto import most_tokens
+
+        requests = min(max(graphs.bs), server_args.max_running_requests)
+        return -(-most_tokens(requests, config.budget) // requests)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Check the models, then fill in what the generic code reads. Mutates ``server_args``."""
         config = config_of(server_args)
         config = dataclasses.replace(config, block_size=requirements.check_models(server_args, config))
+        config = requirements.settle_auto_by_target(config, server_args, server_args.get_model_config())
         server_args._ddtree_config = config
 
         # One step whose branching is the cap: only the sizes derived from these fields matter.
@@ -80,6 +90,8 @@ class DDTreeAlgorithm(CustomSpecAlgo):
                 "DDTREE: shadow-linear mode is enabled: the chain is served, trees of budget %d are only counted.",
                 config.budget,
             )
+        if config.auto:
+            logger.info("DDTREE: the budget follows the load, up to %d nodes per request.", config.budget)
         logger.info(
             "DDTREE: block size %d, verify width %d, %d candidates per position, at most %d drafts per round.",
             config.block_size,

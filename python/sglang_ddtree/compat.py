@@ -369,6 +369,13 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "positions",
         ),
         "sglang.srt.utils.async_probe.sanitize_nan_logits": None,
+        "sglang.srt.distributed.parallel_state.graph_capture": ("stream",),
+        "sglang.srt.model_executor.runner_utils.pool.get_or_create_global_graph_memory_pool": ("device_module",),
+        "sglang.kernels.ops.speculative.fused_kv_materialize.FusedKVMaterializeHelper._ensure_workspace": (
+            "self",
+            "total_ctx",
+            "dtype",
+        ),
         "sglang.srt.managers.scheduler.GenerationBatchResult": (
             "logits_output",
             "next_token_ids",

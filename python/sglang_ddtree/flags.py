@@ -10,23 +10,33 @@ import argparse
 import contextvars
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 ALGORITHM = "DDTREE"
 # The widest tree the ancestor bit words and the device kernels are built for.
 MAX_BUDGET = 256
 # The most candidates per position that the device kernels hold.
 MAX_TOPK = 64
+# The budget that follows the load, and the widest tree whose part a packed round can verify.
+AUTO = "auto"
+MAX_AUTO_BUDGET = 63
+# The number served where none is given and auto is not, or cannot be, the default.
+FIXED_BUDGET = 15
+DEFAULT_BUDGET: int | str = FIXED_BUDGET
 _PREFIX = "speculative_ddtree_"
 
 
 @dataclasses.dataclass(frozen=True)
 class DDTreeConfig:
-    """What the four flags say; the drafter's block size joins once the checkpoint has been read."""
+    """What the five flags say; the drafter's block size joins once the checkpoint has been read."""
 
-    budget: int = 15
-    """Nodes drafted per round and request, the root not counted."""
+    budget: int = FIXED_BUDGET
+    """Nodes drafted per round and request, the root not counted; with ``auto`` the most of them, from which every size
+    below follows."""
     topk_cap: int = 8
     """Candidates kept per block position, at most ``budget`` of them are used."""
     shadow_linear: bool = False
@@ -35,6 +45,10 @@ class DDTreeConfig:
     """Let a hybrid target run tree verify although its state forking is not proven exact."""
     block_size: int | None = None
     """The drafter's block size D, None until it has been inferred."""
+    auto: bool = False
+    """How many nodes are verified is decided round by round, for all running requests together."""
+    auto_by_default: bool = False
+    """Auto because nothing was asked for: where it cannot be served, `FIXED_BUDGET` is."""
 
     @property
     def topk(self) -> int:
@@ -74,11 +88,14 @@ def flag_name(field: str) -> str:
     return "--" + (_PREFIX + field).replace("_", "-")
 
 
-def _integer(field: str, low: int, high: int | None = None) -> Callable[[Any], int]:
-    """A parser for an integer flag within [low, high]."""
+def _integer(field: str, low: int, high: int | None = None, word: str | None = None) -> Callable[[Any], int | str]:
+    """A parser for a flag that takes an integer within [low, high], or one word."""
 
-    def parse(value: Any) -> int:
+    def parse(value: Any) -> int | str:
+        if word is not None and value == word:
+            return word
         expected = f"an integer of at least {low}" + (f" and at most {high}" if high else "")
+        expected = expected if word is None else f"{word}, or {expected}"
         try:
             number = int(str(value))
         except ValueError:
@@ -100,7 +117,8 @@ def _boolean(field: str) -> Callable[[Any], bool]:
 
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {
-    "budget": _integer("budget", 1, MAX_BUDGET),
+    "budget": _integer("budget", 1, MAX_BUDGET, AUTO),
+    "max_budget": _integer("max_budget", 1, MAX_AUTO_BUDGET),
     "topk_cap": _integer("topk_cap", 1),
     "shadow_linear": _boolean("shadow_linear"),
     "allow_hybrid_unsafe": _boolean("allow_hybrid_unsafe"),
@@ -111,8 +129,8 @@ DESTS = tuple(_PREFIX + field for field in _PARSERS)
 _from_cli: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("ddtree_flags", default=None)
 
 
-def _argparse_type(field: str) -> Callable[[str], int]:
-    def parse(text: str) -> int:
+def _argparse_type(field: str) -> Callable[[str], int | str]:
+    def parse(text: str) -> int | str:
         try:
             return _PARSERS[field](text)
         except FlagError as error:
@@ -122,7 +140,7 @@ def _argparse_type(field: str) -> Callable[[str], int]:
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Add the four flags; each defaults to None, so that a flag that was given can be told from one that was not."""
+    """Add the five flags; each defaults to None, so that a flag that was given can be told from one that was not."""
     default = DDTreeConfig()
     group = parser.add_argument_group("DDTree speculative decoding (--speculative-algorithm DDTREE)")
     group.add_argument(
@@ -130,7 +148,15 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=_argparse_type("budget"),
         metavar="B",
         help="DDTREE: nodes drafted per round and request, the root not counted; the target verifies B + 1 "
-        f"tokens a round. 1 to {MAX_BUDGET}, default {default.budget}.",
+        f"tokens a round. 1 to {MAX_BUDGET}, or {AUTO}: decided every round for all running requests together. "
+        f"Default {DEFAULT_BUDGET}.",
+    )
+    group.add_argument(
+        flag_name("max_budget"),
+        type=_argparse_type("max_budget"),
+        metavar="M",
+        help=f"DDTREE: with {flag_name('budget')} {AUTO}, the most nodes drafted per round and request. 1 to "
+        f"{MAX_AUTO_BUDGET}, default {MAX_AUTO_BUDGET}.",
     )
     group.add_argument(
         flag_name("topk_cap"),
@@ -158,20 +184,61 @@ def config_from(values: dict[str, Any]) -> DDTreeConfig:
     """The validated config of flag values by dest name; None means "not given".
 
     Raises:
-        FlagError: a value is out of range or of the wrong type.
+        FlagError: a value is out of range or of the wrong type, or two do not go together.
     """
     fields = {}
     for field, parse in _PARSERS.items():
         value = values.get(_PREFIX + field)
         if value is not None:
             fields[field] = parse(value)
-    config = DDTreeConfig(**fields)
+    config = DDTreeConfig(**_budget_fields(fields.pop("budget", None), fields.pop("max_budget", None)), **fields)
+    if config.shadow_linear:
+        config = settle_auto(
+            config, f"with {flag_name('shadow_linear')} every request's chain has one size", "Drop one of the two"
+        )
     if min(config.topk_cap, config.budget) > MAX_TOPK:
         raise FlagError(
             f"{flag_name('topk_cap')} must be at most {MAX_TOPK} with a budget above {MAX_TOPK}, got {config.topk_cap} "
             f"with budget {config.budget}. Use {flag_name('topk_cap')} {MAX_TOPK} or less."
         )
     return config
+
+
+def _budget_fields(budget: int | str | None, most: int | None) -> dict[str, Any]:
+    """The fields of `DDTreeConfig` that the two flags for the budget decide; None means "not given"."""
+    asked = budget is not None
+    budget = DEFAULT_BUDGET if budget is None else budget
+    if budget == AUTO:
+        # Its bound is as much a wish for auto as the word itself.
+        return {"budget": most or MAX_AUTO_BUDGET, "auto": True, "auto_by_default": not asked and most is None}
+    if most is not None:
+        raise FlagError(
+            f"{flag_name('max_budget')} {most} needs {flag_name('budget')} {AUTO}, got {budget}"
+            f"{'' if asked else ' (the default)'}. Give {flag_name('budget')} {AUTO}, or drop the flag."
+        )
+    return {"budget": budget}
+
+
+def settle_auto(config: DDTreeConfig, reason: str, remedy: str) -> DDTreeConfig:
+    """The config where auto cannot be served: with a number, if auto was only the default.
+
+    Args:
+        config: one without auto is returned as it is.
+        reason: why trees of one batch cannot differ in size here.
+        remedy: what to do beside giving a number.
+
+    Raises:
+        FlagError: auto was asked for.
+    """
+    if not config.auto:
+        return config
+    if not config.auto_by_default:
+        raise FlagError(
+            f"DDTREE does not support {flag_name('budget')} {AUTO} here: {reason}. {remedy}, or give a number, e.g. "
+            f"{flag_name('budget')} {FIXED_BUDGET}."
+        )
+    logger.info("DDTREE: %s %d instead of %s: %s.", flag_name("budget"), FIXED_BUDGET, AUTO, reason)
+    return dataclasses.replace(config, budget=FIXED_BUDGET, auto=False, auto_by_default=False)
 
 
 def config_of(server_args: Any) -> DDTreeConfig:
@@ -205,8 +272,9 @@ def _init_hook(original: Callable[..., None], self: Any, *args: Any, **kwargs: A
         compat.check()
         requirements.check_fields(fields)
         requirements.check_drafter_readable(fields)
-        kwargs.update(requirements.defaults_for(fields))
-        self._ddtree_config = config
+        resolved = requirements.defaults_for(fields)
+        kwargs.update(resolved)
+        self._ddtree_config = requirements.settle_auto_by_fields(config, {**fields, **resolved})
     elif given:
         names = ", ".join("--" + dest.replace("_", "-") for dest in given)
         raise FlagError(

@@ -11,12 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_ddtree import cpu, hybrid
-from sglang_ddtree.flags import DDTreeConfig, FlagError, flag_name
+from sglang_ddtree.flags import AUTO, DDTreeConfig, FlagError, flag_name, settle_auto
 
 logger = logging.getLogger(__name__)
 
 GPU_BACKENDS = ("triton", "flashinfer")
 CPU_BACKENDS = ("torch_native",)
+# Of these, the ones that verify trees of different sizes in one batch without padding.
+PACKED_BACKENDS = ("triton", "torch_native")
 
 
 def has_gpu() -> bool:
@@ -222,6 +224,45 @@ def check_fields(fields: dict[str, Any]) -> None:
         )
 
 
+def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTreeConfig:
+    """The config as far as the arguments let the budget follow the load.
+
+    Args:
+        config: as the flags say.
+        fields: constructor arguments of ``ServerArgs``, those of `defaults_for` included.
+
+    Raises:
+        FlagError: auto was asked for, and an attention backend of the target knows no packed rounds.
+    """
+    for phase in _PHASE_BACKENDS:
+        field = phase if fields.get(phase) is not None else "attention_backend"
+        if fields.get(field) not in PACKED_BACKENDS:
+            served = [backend for backend in backends_for(fields) if backend in PACKED_BACKENDS]
+            config = settle_auto(
+                config,
+                f"--{field.replace('_', '-')} {fields.get(field)} cannot verify trees of different sizes in one batch",
+                f"Use --attention-backend {' or '.join(served)}",
+            )
+    return config
+
+
+def settle_auto_by_target(config: DDTreeConfig, server_args: Any, target: Any) -> DDTreeConfig:
+    """The config as far as the target lets the budget follow the load; ``target`` is SGLang's ``ModelConfig``.
+
+    Raises:
+        FlagError: auto was asked for, and the target has recurrent layers.
+    """
+    kind = hybrid.recurrent_layers(target) if config.auto else None
+    if kind is None:
+        return config
+    return settle_auto(
+        config,
+        f"the target {server_args.model_path} has recurrent layers of type {kind.name}, whose states are laid out for "
+        "trees of one size",
+        "Serve a target of attention alone",
+    )
+
+
 def _check_device(fields: dict[str, Any]) -> None:
     """Refuse devices other than an NVIDIA GPU, or the CPU of a machine without one."""
     device, given = _device_type(fields), fields.get("device") or "auto"
@@ -246,7 +287,11 @@ def describe(config: DDTreeConfig, server_args: Any, target: Any) -> dict[str, A
     checked = config.shadow_linear or not config.allow_hybrid_unsafe
     exact = checked or hybrid.unproven(server_args, target, config) is None
     derived = {"verify_width": config.verify_width, "max_depth": config.max_depth, "exact": exact}
-    return {**dataclasses.asdict(config), **derived}
+    shown: dict[str, Any] = dataclasses.asdict(config)
+    del shown["auto"], shown["auto_by_default"]
+    if config.auto:
+        shown |= {"budget": AUTO, "max_budget": config.budget}
+    return {**shown, **derived}
 
 
 def load_draft_config(server_args: Any) -> Any:

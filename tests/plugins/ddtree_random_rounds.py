@@ -1,8 +1,9 @@
 """A test-only SGLang plugin: every round verifies another number of tokens, with DDTREE_TEST_ROUNDS set to a seed.
 
 A fifth of the rounds are plain, a tenth uniform, and the others share a random total among their requests: from one
-node each to whole trees, and some more than there can be, which leaves a tail that belongs to nobody. Listed before
-the scripted drafter, which sees nothing of it but rounds without drafts.
+node each to whole trees, and some more than there can be, which leaves a tail that belongs to nobody. With the budget
+auto half of these totals are ones that have a graph, if any has. Listed before the scripted drafter, which sees nothing
+of it but rounds without drafts.
 """
 
 import os
@@ -19,7 +20,11 @@ def shapes(seed: int):
             return "plain"
         if kind < 0.3:
             return None
-        return rng.randint(bs, bs * worker.config.verify_width + 3)
+        most = bs * worker.config.verify_width + 3
+        captured = [] if worker._auto is None else [total for total in worker._auto.buckets if bs <= total <= most]
+        if captured and rng.random() < 0.5:
+            return rng.choice(captured)
+        return rng.randint(bs, most)
 
     return choose
 

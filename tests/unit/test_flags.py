@@ -1,4 +1,4 @@
-"""The four flags: on the command line, in a config file and as keywords; and what they resolve to."""
+"""The five flags: on the command line, in a config file and as keywords; and what they resolve to."""
 
 import copy
 import dataclasses
@@ -12,11 +12,12 @@ load_plugins()
 
 from sglang.srt.model_executor.cuda_graph_config import Backend  # noqa: E402
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
-from sglang_ddtree import algorithm, requirements  # noqa: E402
+from sglang_ddtree import algorithm, flags, requirements  # noqa: E402
 from sglang_ddtree.flags import DDTreeConfig, FlagError, config_of  # noqa: E402
 
 BUDGET, CAP = "--speculative-ddtree-budget", "--speculative-ddtree-topk-cap"
 SHADOW, UNSAFE = "--speculative-ddtree-shadow-linear", "--speculative-ddtree-allow-hybrid-unsafe"
+MOST = "--speculative-ddtree-max-budget"
 BLOCK = 8
 
 on_a_cpu = pytest.mark.skipif(requirements.has_gpu(), reason="what a machine without a GPU resolves to")
@@ -61,9 +62,10 @@ def test_help_shows_the_flags(capsys):
         prepare_server_args(["--help"])
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for flag in (f"{BUDGET} B", f"{CAP} K", SHADOW, UNSAFE):
+    for flag in (f"{BUDGET} B", f"{MOST} M", f"{CAP} K", SHADOW, UNSAFE):
         assert flag in text
-    assert "1 to 256, default 15" in text and "Default 8." in text
+    assert "1 to 256, or auto" in text and f"Default {flags.DEFAULT_BUDGET}." in text
+    assert "1 to 63, default 63." in text and "Default 8." in text
 
 
 def test_defaults(parse, build):
@@ -133,6 +135,65 @@ def test_one_call_leaves_nothing_for_the_next(parse, build):
     with pytest.raises(FlagError):
         parse(BUDGET, "3", CAP, "9999")
     assert values(build()) == (15, 8, False, False)
+
+
+# --- A budget that follows the load ------------------------------------------------------------------
+
+
+def auto_values(server_args):
+    config = config_of(server_args)
+    return config.auto, config.budget, config.topk
+
+
+def test_auto_in_all_three_ways(parse, build, tmp_path):
+    path = tmp_path / "server.yaml"
+    path.write_text("speculative-ddtree-budget: auto\nspeculative-ddtree-max-budget: 31\n")
+    assert auto_values(parse(BUDGET, "auto")) == auto_values(build(speculative_ddtree_budget="auto")) == (True, 63, 8)
+    assert auto_values(parse("--config", str(path))) == (True, 31, 8)
+    assert auto_values(parse(f"{BUDGET}=auto", MOST, "3")) == (True, 3, 3)
+    given = dict(speculative_ddtree_budget="auto", speculative_ddtree_max_budget=7)
+    assert auto_values(build(**given)) == (True, 7, 7)
+    assert auto_values(parse(BUDGET, "63")) == (False, 63, 8)
+
+
+def test_sizes_hold_for_the_widest_tree(parse):
+    server_args = parse(BUDGET, "auto", MOST, "40")
+    config = config_of(server_args)
+    assert (config.verify_width, config.max_depth, config.slots_per_round) == (41, BLOCK - 1, 41)
+    assert server_args.speculative_num_draft_tokens == 41
+    assert dataclasses.replace(config, auto=False, auto_by_default=False) == config_of(parse(BUDGET, "40"))
+
+
+def test_a_bound_belongs_to_auto(parse, build):
+    with pytest.raises(FlagError) as error:
+        build(speculative_ddtree_budget=15, speculative_ddtree_max_budget=31)
+    assert str(error.value) == f"{MOST} 31 needs {BUDGET} auto, got 15. Give {BUDGET} auto, or drop the flag."
+
+
+@pytest.mark.skipif(flags.DEFAULT_BUDGET == flags.AUTO, reason="the bound alone asks for auto then")
+def test_a_bound_alone(parse):
+    with pytest.raises(FlagError, match=rf"{MOST} 31 needs {BUDGET} auto, got 15 \(the default\)."):
+        parse(MOST, "31")
+
+
+def test_auto_and_a_chain_are_refused(parse):
+    with pytest.raises(FlagError) as error:
+        parse(BUDGET, "auto", SHADOW)
+    assert str(error.value) == (
+        f"DDTREE does not support {BUDGET} auto here: with {SHADOW} every request's chain has one size. Drop one of "
+        f"the two, or give a number, e.g. {BUDGET} 15."
+    )
+
+
+def test_auto_as_the_default_gives_way_where_it_cannot_be_served(parse, monkeypatch):
+    monkeypatch.setattr(flags, "DEFAULT_BUDGET", flags.AUTO)
+    assert auto_values(parse()) == (True, 63, 8) and config_of(parse()).auto_by_default
+    assert auto_values(parse(MOST, "20")) == (True, 20, 8) and not config_of(parse(MOST, "20")).auto_by_default
+    assert auto_values(parse(BUDGET, "9")) == (False, 9, 8)
+    chain = config_of(parse(SHADOW))
+    assert chain == DDTreeConfig(shadow_linear=True, block_size=BLOCK)
+    with pytest.raises(FlagError, match="every request's chain has one size"):
+        parse(SHADOW, MOST, "20")
 
 
 # --- What they resolve to ---------------------------------------------------------------------------
@@ -241,8 +302,8 @@ def test_arguments_built_without_the_hooks_are_reported():
 
 # --- Refusals ---------------------------------------------------------------------------------------
 
-BAD_BUDGETS = ["0", "-1", "abc", "1.5", "257", ""]
-BUDGET_RANGE = "must be an integer of at least 1 and at most 256, got"
+BAD_BUDGETS = ["0", "-1", "abc", "1.5", "257", "", "Auto"]
+BUDGET_RANGE = "must be auto, or an integer of at least 1 and at most 256, got"
 
 
 @pytest.mark.parametrize("text", BAD_BUDGETS)
@@ -269,6 +330,13 @@ def test_bad_budget_as_a_keyword(value, build):
     with pytest.raises(FlagError) as error:
         build(speculative_ddtree_budget=value)
     assert str(error.value) == f"{BUDGET} {BUDGET_RANGE} {value!r}."
+
+
+@pytest.mark.parametrize("value", [0, 64, "auto", 1.5, True], ids=repr)
+def test_bad_bound_of_auto(value, build):
+    with pytest.raises(FlagError) as error:
+        build(speculative_ddtree_budget="auto", speculative_ddtree_max_budget=value)
+    assert str(error.value) == f"{MOST} must be an integer of at least 1 and at most 63, got {value!r}."
 
 
 @pytest.mark.parametrize("value", [0, -1, "x", True], ids=repr)
@@ -299,7 +367,11 @@ def test_a_misspelt_keyword_is_an_error(build):
         build(speculative_ddtree_budgets=3)
 
 
-@pytest.mark.parametrize("argv", [(BUDGET, "7"), (CAP, "2"), (SHADOW,), (UNSAFE,), (SHADOW, BUDGET, "15")], ids=str)
+@pytest.mark.parametrize(
+    "argv",
+    [(BUDGET, "7"), (BUDGET, "auto"), (MOST, "7"), (CAP, "2"), (SHADOW,), (UNSAFE,), (SHADOW, BUDGET, "15")],
+    ids=str,
+)
 @pytest.mark.parametrize("algorithm", [None, "NGRAM"])
 def test_a_flag_without_the_algorithm_is_an_error(algorithm, argv, models):
     chosen = ["--speculative-algorithm", algorithm] if algorithm else []

@@ -496,11 +496,22 @@ def test_the_algorithm_answers(monkeypatch):
     false += ["supports_ragged_verify"]
     assert {name: getattr(algorithm, name)() for name in true} == dict.fromkeys(true, True)
     assert {name: getattr(algorithm, name)() for name in false} == dict.fromkeys(false, False)
-    assert algorithm.get_num_tokens_per_req_for_target_verify(16, is_draft_worker=False) == 16
-    # SGLang's graph runner asks with the target's width for the drafter as well.
-    published = SimpleNamespace(_ddtree_config=DDTreeConfig(budget=15, block_size=8))
+    graphs = SimpleNamespace(decode=SimpleNamespace(bs=[1, 8, 32]))
+    published = SimpleNamespace(
+        _ddtree_config=DDTreeConfig(budget=15, block_size=8), cuda_graph_config=graphs, max_running_requests=48
+    )
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: published)
-    assert algorithm.get_num_tokens_per_req_for_target_verify(16, is_draft_worker=True) == 8
+    width = algorithm.get_num_tokens_per_req_for_target_verify
+    assert width(16, is_draft_worker=False) == 16
+    # SGLang's graph runner asks with the target's width for the drafter as well.
+    assert width(16, is_draft_worker=True) == 8
+    # Packed rounds: of the most tokens that all requests share, a request's part.
+    published._ddtree_config = DDTreeConfig(budget=63, block_size=8, auto=True)
+    assert width(64, is_draft_worker=False) == 1024 // 32 and width(64, is_draft_worker=True) == 8
+    published.max_running_requests = 4
+    assert width(64, is_draft_worker=False) == 64
+    graphs.decode.bs = None
+    assert width(64, is_draft_worker=False) == 64
 
 
 def test_the_algorithm_has_all_that_a_built_in_one_has():

@@ -266,7 +266,31 @@ OWN_FLAGS = [
         {"speculative_ddtree_budget": 300},
         marks=pytest.mark.feature(
             "budget outside 1 to 256",
-            refused="--speculative-ddtree-budget must be an integer of at least 1 and at most 256, got 300.",
+            refused="--speculative-ddtree-budget must be auto, or an integer of at least 1 and at most 256, got 300.",
+        ),
+    ),
+    pytest.param(
+        {"speculative_ddtree_budget": "auto", "speculative_ddtree_max_budget": 64},
+        marks=pytest.mark.feature(
+            "budget auto with a bound outside 1 to 63",
+            refused="--speculative-ddtree-max-budget must be an integer of at least 1 and at most 63, got 64.",
+        ),
+    ),
+    pytest.param(
+        {"speculative_ddtree_budget": 15, "speculative_ddtree_max_budget": 31},
+        marks=pytest.mark.feature(
+            "`--speculative-ddtree-max-budget` without budget auto",
+            refused="--speculative-ddtree-max-budget 31 needs --speculative-ddtree-budget auto, got 15. Give "
+            "--speculative-ddtree-budget auto, or drop the flag.",
+        ),
+    ),
+    pytest.param(
+        {"speculative_ddtree_budget": "auto", "speculative_ddtree_shadow_linear": True},
+        marks=pytest.mark.feature(
+            "budget auto with `--speculative-ddtree-shadow-linear`",
+            refused="DDTREE does not support --speculative-ddtree-budget auto here: with "
+            "--speculative-ddtree-shadow-linear every request's chain has one size. Drop one of the two, or give a "
+            "number, e.g. --speculative-ddtree-budget 15.",
         ),
     ),
     pytest.param(
@@ -290,6 +314,34 @@ OWN_FLAGS = [
 def test_own_flags(values: dict[str, Any], refused: str) -> None:
     with pytest.raises(FlagError) as error:
         config_from(values)
+    assert str(error.value) == refused
+
+
+@pytest.mark.feature(
+    "budget auto with the attention backend `flashinfer`",
+    on="gpu",
+    refused="DDTREE does not support --speculative-ddtree-budget auto here: --attention-backend flashinfer cannot "
+    "verify trees of different sizes in one batch. Use --attention-backend triton, or give a number, e.g. "
+    "--speculative-ddtree-budget 15.",
+)
+def test_auto_and_a_backend_of_one_width(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "gpu")
+    with pytest.raises(FlagError) as error:
+        requirements.settle_auto_by_fields(DDTreeConfig(auto=True), {"attention_backend": "flashinfer"})
+    assert str(error.value) == refused
+
+
+@pytest.mark.feature(
+    "budget auto with a hybrid target",
+    on="gpu",
+    refused="DDTREE does not support --speculative-ddtree-budget auto here: the target org/target has recurrent "
+    "layers of type gated delta rule (GDN), whose states are laid out for trees of one size. Serve a target of "
+    "attention alone, or give a number, e.g. --speculative-ddtree-budget 15.",
+)
+def test_auto_and_a_hybrid_target(refused: str) -> None:
+    target, arguments = model_config(configs.Qwen3NextConfig()), SimpleNamespace(model_path="org/target")
+    with pytest.raises(FlagError) as error:
+        requirements.settle_auto_by_target(DDTreeConfig(auto=True), arguments, target)
     assert str(error.value) == refused
 
 

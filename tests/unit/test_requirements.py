@@ -1,5 +1,6 @@
 """What DDTREE refuses to start with: every message names the flag, its value and a remedy."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -584,3 +585,55 @@ def test_a_window_that_shows_once_the_target_is_loaded(window, windowed):
             requirements.check_loaded_target(server_args, runner, DDTreeConfig())
     else:
         requirements.check_loaded_target(server_args, runner, DDTreeConfig())
+
+
+# --- A budget that follows the load ------------------------------------------------------------------
+
+AUTO = DDTreeConfig(budget=63, auto=True)
+FLASHINFER = "cannot verify trees of different sizes in one batch. Use --attention-backend triton, or give a number"
+
+
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"attention_backend": "triton"}, None),
+        ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer"),
+        ({"attention_backend": "triton", "decode_attention_backend": "flashinfer"}, "--decode-attention-backend"),
+        ({"attention_backend": "triton", "prefill_attention_backend": "flashinfer"}, "--prefill-attention-backend"),
+        # Neither phase is left to it; and the drafter's rounds are of one width whatever the trees are.
+        (dict.fromkeys(requirements._PHASE_BACKENDS, "triton") | {"attention_backend": "flashinfer"}, None),
+        ({"attention_backend": "triton", "speculative_draft_attention_backend": "flashinfer"}, None),
+    ],
+    ids=str,
+)
+def test_auto_needs_a_backend_that_packs(fields, named, monkeypatch):
+    pretend_gpu(monkeypatch)
+    number, by_default = DDTreeConfig(), dataclasses.replace(AUTO, auto_by_default=True)
+    assert requirements.settle_auto_by_fields(number, fields) is number
+    if named is None:
+        assert requirements.settle_auto_by_fields(AUTO, fields) is AUTO
+        return
+    with pytest.raises(FlagError, match=f"budget auto here: {named}.*{FLASHINFER}"):
+        requirements.settle_auto_by_fields(AUTO, fields)
+    # Where it was only the default, a number is served instead.
+    assert requirements.settle_auto_by_fields(by_default, fields) == number
+
+
+def test_auto_needs_a_target_without_recurrent_layers():
+    arguments = SimpleNamespace(model_path="org/target")
+    hybrid_target, number = model_config(configs.Qwen3_5Config()), DDTreeConfig(allow_hybrid_unsafe=True)
+    assert requirements.settle_auto_by_target(AUTO, arguments, model_config(Qwen3Config())) is AUTO
+    assert requirements.settle_auto_by_target(number, arguments, hybrid_target) is number
+    asked = dataclasses.replace(number, auto=True)
+    with pytest.raises(FlagError, match="budget auto here: the target org/target has recurrent layers"):
+        requirements.settle_auto_by_target(asked, arguments, hybrid_target)
+    by_default = dataclasses.replace(asked, budget=63, auto_by_default=True)
+    assert requirements.settle_auto_by_target(by_default, arguments, hybrid_target) == number
+
+
+def test_what_a_server_says_of_auto():
+    described = describe(model_config(Qwen3Config()), budget=31, auto=True)
+    assert (described["budget"], described["max_budget"], described["verify_width"]) == ("auto", 31, 32)
+    fixed = describe(model_config(Qwen3Config()), budget=31)
+    assert fixed["budget"] == 31 and set(fixed) == set(described) - {"max_budget"}
+    assert "auto" not in fixed and "auto_by_default" not in described

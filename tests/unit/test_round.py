@@ -168,10 +168,43 @@ def test_what_has_no_packed_rounds(config: DDTreeConfig, recurrent: bool, messag
         DDTreeWorker._assert_packable(worker)
 
 
-def test_a_packed_round_has_no_graph() -> None:
+def packed_runner(auto: bool) -> DDTreeVerifyGraphRunner:
     runner = object.__new__(DDTreeVerifyGraphRunner)
-    spec_info = SimpleNamespace(qo_indptr=torch.tensor([0, 1]), num_tokens_per_req=8)
-    assert runner.can_run_graph(SimpleNamespace(spec_info=spec_info)) is False
+    config = DDTreeConfig(budget=63, block_size=8, auto=auto)
+    runner.model_runner = SimpleNamespace(server_args=SimpleNamespace(_ddtree_config=config))
+    runner.capture_bs, runner.captured_req_width, runner.max_bs = [1, 2, 4], 16, 4
+    return runner
+
+
+def test_packed_graphs_are_keyed_by_tokens() -> None:
+    runner = packed_runner(True)
+    assert runner.ragged_verify_mode
+    runner.capture_num_tokens = totals = runner._build_ragged_verify_token_buckets()
+    # One request's roots up to what SGLang sized its buffers for.
+    assert totals[0] == 1 and max(totals) == 64 and 4 in totals
+    assert [runner._ragged_capture_slots(total) for total in (1, 3, 4, 64)] == [1, 3, 4, 4]
+    assert runner.holds(4, 4) and runner.holds(64, 1)
+    # Another total, more requests than tokens, more requests than any graph.
+    assert not runner.holds(63, 4) and not runner.holds(2, 3) and not runner.holds(64, 5)
+    assert not packed_runner(False).ragged_verify_mode and not packed_runner(False).holds(4, 4)
+
+
+def test_what_packed_graphs_cannot_run() -> None:
+    """A packed round of a total that was not captured, and a uniform one."""
+    runner = packed_runner(True)
+    runner.capture_num_tokens = [4, 64]
+    packed = SimpleNamespace(qo_indptr=torch.tensor([0, 5]), draft_token=torch.zeros(5))
+    assert runner.can_run_graph(SimpleNamespace(spec_info=packed, batch_size=1)) is False
+    assert runner.can_run_graph(SimpleNamespace(spec_info=SimpleNamespace(), batch_size=1)) is False
+
+
+def test_what_packed_graphs_are_captured_with() -> None:
+    runner = packed_runner(True)
+    runner.device = "cpu"
+    info = runner.get_spec_info(8)
+    assert info.qo_indptr.tolist() == [0, 1, 2, 3, 4] and info.ancestor_bits.shape == (8, 1)
+    assert info.depths.shape == (8,) and info.draft_token_num == 8 and info.custom_mask is None
+    assert info.ragged_verify_layout.graph_num_tokens == 8
 
 
 def test_the_hosts_bound_of_the_lengths() -> None:

@@ -433,14 +433,6 @@ def test_windows_in_a_packed_round(world):
 
 
 @on_device
-def test_a_packed_round_has_no_graph(world):
-    _, (graph,) = captured(world, 4)
-    packed = packed_batch(world, *PACKED[0], 0).spec_info
-    with pytest.raises(RuntimeError, match="a packed round has no CUDA graph"):
-        graph.backend.init_forward_metadata_out_graph(graph.view(4, **vars(packed)))
-
-
-@on_device
 def test_reached_through_the_hybrid_backends(world):
     backend = world.backend()
     hybrid = HybridAttnBackend(make_runner(world.pool, world.table), world.backend(), backend)
@@ -551,6 +543,71 @@ def test_rounds_of_all_sizes_in_fixed_buffers(world):
         assert bool(world.pool.key[1:].isnan().any()) and torch.equal(world.pool.key[graph.slots[:real]], world.k)
     assert addresses(four.metadata) == before
     assert backend.forward_metadata is four.metadata
+
+
+class PackedGraph(Graph):
+    """The captured packed round of ``total`` tokens and at most ``bs`` requests."""
+
+    def __init__(self, world, backend, bs, total):
+        super().__init__(world, backend, bs)
+        self.slots = torch.zeros(total, dtype=torch.int64, device=DEVICE)
+        self.q, self.k, self.v = (torch.zeros(total, h, DIM, device=DEVICE) for h in (HEADS, KV_HEADS, KV_HEADS))
+        self.q = self.q.view(total, -1)
+        spec = dict(
+            draft_token_num=min(64, total),
+            qo_indptr=torch.arange(bs + 1, dtype=torch.int32, device=DEVICE),
+            ancestor_bits=torch.ones(total, 1, dtype=torch.int64, device=DEVICE),
+            depths=torch.zeros(total, dtype=torch.int64, device=DEVICE),
+        )
+        backend.init_forward_metadata_out_graph(self.view(bs, **spec), in_capture=True)
+        self.metadata, self.total = backend.forward_metadata, total
+
+    def replay(self, trees, lengths, layer=None):
+        world, real = self.world, len(lengths)
+        batch = packed_batch(world, trees, lengths, self.total - sum(map(len, trees)))
+        self.rows.zero_()
+        self.rows[:real] = batch.req_pool_indices
+        self.lengths.fill_(1)
+        self.lengths[:real] = batch.seq_lens
+        self.slots.zero_()
+        self.slots[: len(batch.out_cache_loc)] = batch.out_cache_loc
+        for fixed, new in ((self.q, world.q), (self.k, world.k), (self.v, world.v)):
+            fixed.fill_(0.5)
+            fixed[: len(new)] = new.view(-1, *fixed.shape[1:])
+        self.backend.init_forward_metadata_out_graph(self.view(real, **vars(batch.spec_info)))
+        self.backend.forward_metadata = self.metadata
+        return self.forward(layer).cpu()
+
+
+@on_device
+@pytest.mark.parametrize("window", [None, 20])
+def test_packed_rounds_in_fixed_buffers(world, window):
+    """Rounds of all shapes in graphs by tokens, whatever a wider or a fuller one left behind."""
+    backend = world.backend(window=window)
+    backend.init_cuda_graph_state(4, 100)
+    wide, narrow = (PackedGraph(world, backend, 4, total) for total in (100, 24))
+    layers = [(make_layer(), -1)] + ([(make_layer(window), window)] if window else [])
+    for graph, trees, lengths in (
+        (wide, *PACKED[0]),
+        (narrow, *PACKED[3]),
+        (narrow, *PACKED[2]),
+        (wide, *PACKED[1]),
+        (narrow, [chain(5), star(7)], [64, 90]),
+        (wide, *PACKED[3]),
+        (wide, *PACKED[0]),
+    ):
+        for layer, seen in layers:
+            actual, expected = graph.replay(trees, lengths, layer), world.expected(trees, seen)
+            torch.testing.assert_close(actual[: len(expected)], expected, **FLOAT32)
+            assert len(actual) == graph.total and not actual[len(expected) :].any()
+
+
+@on_device
+def test_a_packed_round_without_its_graph(world):
+    backend, (graph,) = captured(world, 4)
+    packed = packed_batch(world, *PACKED[0], 0).spec_info
+    with pytest.raises(RuntimeError, match="no CUDA graph of 4 requests verifies 4 requests and"):
+        backend.init_forward_metadata_out_graph(graph.view(4, **vars(packed)))
 
 
 @on_device

@@ -309,12 +309,29 @@ def load(path: str | Path, of: Mapping[str, Any]) -> CostTable | None:
     return table
 
 
-def load_or_measure(path: str | Path, of: Mapping[str, Any], measure: Callable[[], CostTable]) -> CostTable:
+def load_or_measure(
+    path: str | Path,
+    of: Mapping[str, Any],
+    measure: Callable[[], CostTable],
+    agree: Callable[[bool], bool] = bool,
+) -> CostTable | None:
     """The table on disk if it is good, else what ``measure`` returns, which is then written there (a disk that cannot
-    be written is logged)."""
+    be written is logged).
+
+    Args:
+        path: of `cache_path`.
+        of: the identity.
+        measure: measures.
+        agree: takes whether there is a good table here, and says whether there is one where it counts: ranks that
+            measure together must all measure or none.
+
+    Returns:
+        None only where there is no table here and ``agree`` says that there is one.
+    """
     table = load(path, of)
-    if table is not None:
-        logger.info("DDTREE: cost table from %s.", path)
+    if agree(table is not None):
+        if table is not None:
+            logger.info("DDTREE: cost table from %s.", path)
         return table
     logger.info("DDTREE: measuring round times.")
     table = measure()

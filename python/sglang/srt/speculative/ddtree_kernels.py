@@ -188,6 +188,7 @@ def build_trees(
     seq_lens: torch.Tensor | None = None,
     visible: bool = False,
     out: DeviceTree | None = None,
+    validate: bool = True,
 ) -> DeviceTree:
     """Build and compile every request's tree in one launch: bit for bit `ddtree_utils.build_trees`.
 
@@ -203,6 +204,7 @@ def build_trees(
         visible: without `out`, also make the dense mask, by a second launch.
         out: buffers of exactly this batch (see `allocate_tree` and `DeviceTree.head`), overwritten and
             returned. Its `positions` and `visible` say whether those are wanted.
+        validate: look at shapes and dtypes; with the same buffers round after round, once is enough.
 
     Returns:
         A `DeviceTree`: new tensors, or `out`.
@@ -210,18 +212,20 @@ def build_trees(
     Raises:
         ValueError: a shape, dtype, device, the budget or a limit is not as above.
     """
-    _check_budget(budget)
-    _check_candidates(root_tokens, candidate_ids, candidate_logprobs)
+    if validate:
+        _check_budget(budget)
+        _check_candidates(root_tokens, candidate_ids, candidate_logprobs)
     bs, levels, topk = candidate_ids.shape
     topk = min(topk, budget)
     if topk > MAX_TOPK:
         raise ValueError(f"candidates per position must be at most {MAX_TOPK}, got min(K, budget) = {topk}.")
     if levels + 1 > MAX_BLOCK_SIZE:
         raise ValueError(f"the block size must be at most {MAX_BLOCK_SIZE}, got {levels + 1}.")
-    _check_seq_lens(seq_lens, bs, candidate_ids.device)
+    if validate:
+        _check_seq_lens(seq_lens, bs, candidate_ids.device)
     if out is None:
         out = allocate_tree(bs, budget, candidate_ids.device, positions=seq_lens is not None, visible=visible)
-    else:
+    elif validate:
         _check_out(out, allocate_tree(bs, budget, "meta", visible=True), candidate_ids.device)
         if (out.positions is None) != (seq_lens is None):
             raise ValueError("out.positions and seq_lens must be given together or not at all.")

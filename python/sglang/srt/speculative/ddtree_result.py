@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult, _async_d2h
 
+if TYPE_CHECKING:
+    from sglang.srt.speculative.ddtree_auto import AutoRound
+
 
 @dataclass
 class DDTreeBatchResult(GenerationBatchResult):
-    """SGLang's result of a round, and a few numbers per request.
+    """SGLang's result of a round, and a few numbers of it.
+
+    Tensors are on the device until they have been copied.
 
     Attributes:
-        round_stats: int64 [bs, 4] of `ddtree_stats`, on the device until it has been copied.
+        round_stats: int64 [bs, 4] of `ddtree_stats`.
+        auto_round: what `AutoBudget.begin_round` decided; None where the budget is a number. Stays on the host.
+        histogram: int [64], `Allotment.histogram` of a round that drafted under auto, else None.
+        expected: float32 [bs], `Allotment.expected` of such a round, else None.
     """
 
     round_stats: torch.Tensor | None = None
+    auto_round: AutoRound | None = None
+    histogram: torch.Tensor | None = None
+    expected: torch.Tensor | None = None
 
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
         # First, since SGLang ends its own copies with the event that tells the host they are done.
         if self.round_stats is not None:
             self.round_stats = _async_d2h(self.round_stats)
+        if self.histogram is not None:
+            self.histogram = _async_d2h(self.histogram)
+        if self.expected is not None:
+            self.expected = _async_d2h(self.expected)
         super().copy_to_cpu(return_logprob, return_hidden_states)

@@ -124,8 +124,13 @@ class TorchRound:
         logprobs: torch.Tensor,
         budget: int,
         seq_lens: torch.Tensor,
+        out: RoundTree | None = None,
     ) -> RoundTree:
-        """Build every request's tree; arguments as in `ddtree_utils.build_trees`, ``seq_lens`` int [bs]."""
+        """Build every request's tree; arguments as in `ddtree_utils.build_trees`, ``seq_lens`` int [bs].
+
+        ``out``: device buffers of this batch, overwritten and returned.
+        """
+        assert out is None, "PyTorch makes new tensors"
         tree = build_trees(bonus_tokens, ids, logprobs, budget, validate=False)
         bits = None if tree.visible.device.type == "cpu" else bit_mask(tree.visible)
         return RoundTree(tree, tree_positions(tree.depths, seq_lens), bits)
@@ -197,7 +202,14 @@ class DeviceRound(TorchRound):
         logprobs: torch.Tensor,
         budget: int,
         seq_lens: torch.Tensor,
+        out: RoundTree | None = None,
     ) -> RoundTree:
+        if out is not None:
+            buffers: Any = out.tree
+            ddtree_kernels.build_trees(
+                bonus_tokens, ids, logprobs, budget, seq_lens=seq_lens, out=buffers, validate=False
+            )
+            return out
         tree = ddtree_kernels.build_trees(bonus_tokens, ids, logprobs, budget, seq_lens=seq_lens)
         return RoundTree(tree, tree.positions, tree.ancestor_bits)
 

@@ -37,6 +37,11 @@ def _per_node(sampling_info: Any, num_nodes: int, owners: torch.Tensor | None) -
     )
 
 
+def takes_likeliest(sampling_info: Any) -> bool:
+    """Whether `choose_tokens` without a grammar would be the maximum of the logits as they are."""
+    return bool(sampling_info.is_all_greedy) and sampling_info.logit_bias is None
+
+
 def choose_tokens(
     *,
     logits_output: Any,

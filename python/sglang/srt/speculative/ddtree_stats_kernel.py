@@ -9,14 +9,16 @@ from sglang.srt.speculative.ddtree_ragged import PackedWalk
 from sglang.srt.speculative.ddtree_utils import DraftTree, WalkResult
 
 
-def tree_stats(tree: DraftTree, walk: WalkResult | PackedWalk) -> torch.Tensor:
+def tree_stats(tree: DraftTree, walk: WalkResult | PackedWalk, out: torch.Tensor | None = None) -> torch.Tensor:
     """Numbers of a round that verified its trees; arguments and result as of `ddtree_stats.tree_stats`.
 
-    All tensors are contiguous and on one device, as `ddtree_kernels` makes them.
+    All tensors are contiguous and on one device, as `ddtree_kernels` makes them; ``out`` int64 [bs, 4] is overwritten
+    and returned.
     """
     bs, n = tree.ranks.shape
     places = walk.accept_index.shape[1]
-    out = torch.empty((bs, 4), dtype=torch.int64, device=tree.ranks.device)
+    if out is None:
+        out = torch.empty((bs, 4), dtype=torch.int64, device=tree.ranks.device)
     if bs:
         _stats_kernel[(bs,)](
             tree.ranks,

@@ -7,8 +7,10 @@ drafter's KV cache are DFLASH's; the draft tail, verify and commit are a tree's.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
+from collections import Counter
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,9 +24,26 @@ from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec
+from sglang.srt.speculative import ddtree_timing
+from sglang.srt.speculative.ddtree_auto import (
+    AutoBudget,
+    AutoRound,
+    cost_table,
+    identity_of,
+    request_classes,
+    token_buckets,
+)
+from sglang.srt.speculative.ddtree_commit_graph import (
+    CommitGraphs,
+    Committed,
+    VerifyTail,
+    cuda_capture,
+    with_own_workspace,
+)
 from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
-from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner
+from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner, ragged_layout
 from sglang.srt.speculative.ddtree_kv_move import movable, move_accepted
+from sglang.srt.speculative.ddtree_packed_graph import PackedCommitGraphs, PackedCommitted
 from sglang.srt.speculative.ddtree_ragged import MAX_NODES, PackedWalk
 from sglang.srt.speculative.ddtree_result import DDTreeBatchResult
 from sglang.srt.speculative.ddtree_round import (
@@ -35,7 +54,7 @@ from sglang.srt.speculative.ddtree_round import (
     TorchRound,
     root_trees,
 )
-from sglang.srt.speculative.ddtree_sampling import choose_tokens
+from sglang.srt.speculative.ddtree_sampling import choose_tokens, takes_likeliest
 from sglang.srt.speculative.ddtree_simulation import is_simulating, simulate_packed, simulate_walk
 from sglang.srt.speculative.ddtree_stats import shadow_stats
 from sglang.srt.speculative.ddtree_topk import local_vocabulary
@@ -64,6 +83,9 @@ class DDTreeWorker(DFlashWorkerV2):
     mode the tree is DFLASH's chain: N = D, one candidate per position, causal verify.
     """
 
+    # Set by the parent.
+    _fused_kv_helper: Any
+
     def __init__(self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any) -> None:
         self.config = config_of(server_args)
         self._wants_logprob = False
@@ -87,6 +109,11 @@ class DDTreeWorker(DFlashWorkerV2):
         self._round: TorchRound = DeviceRound() if device_round() else TorchRound()
         # Read when the target's graphs are captured, which is later: SGLang's own runner would capture no mask.
         target_worker.model_runner._decode_cuda_graph_runner_cls = lambda: DDTreeVerifyGraphRunner
+        self._verify_tail = VerifyTail(gather=self.config.auto)
+        target_worker.model_runner.capture_tail_hooks.append(self._verify_tail)
+        self._commit_graphs: CommitGraphs | PackedCommitGraphs | None = None
+        self._auto: AutoBudget | None = None
+        self._auto_round: AutoRound | None = None
 
     def _embed_block(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The target's embeddings [tokens, hidden], in the drafter's dtype."""
@@ -110,7 +137,9 @@ class DDTreeWorker(DFlashWorkerV2):
         super().init_cuda_graphs()
         runner = self.draft_model_runner.decode_cuda_graph_runner
         if not isinstance(runner, DecodeCudaGraphRunner):
-            return  # graphs are off: what runs eagerly takes any width
+            # Graphs are off, and what runs eagerly takes any width.
+            self._start_auto()
+            return
         # A graph of another width would never be replayed, and the drafter would run eagerly without a word.
         if runner.captured_req_width != self.block_size:
             raise RuntimeError(
@@ -122,6 +151,83 @@ class DDTreeWorker(DFlashWorkerV2):
                 "DDTREE: the drafter, its head and %d candidates per position run from one CUDA graph.",
                 self.config.topk,
             )
+        self._capture_commits()
+        self._start_auto()
+
+    def _start_auto(self) -> None:
+        """What decides the budget round by round, once it is known which totals have graphs, and what they cost."""
+        if not self.config.auto:
+            return
+        runner = self._target_graphs()
+        buckets = getattr(runner, "capture_num_tokens", None)
+        if not buckets:
+            most = self.target_worker.model_runner.max_running_requests
+            buckets = token_buckets(most, self.config.budget)
+        group = get_tp_group()
+        self._auto = AutoBudget(
+            self.config,
+            buckets=buckets,
+            decide=partial(_first_ranks, group) if group.world_size > 1 else None,
+            new_event=_recorded_event if torch.device(self.device).type == "cuda" else None,
+        )
+        commits = self._commit_graphs
+        if not isinstance(commits, PackedCommitGraphs):
+            return  # without graphs there is nothing to time
+        identity = identity_of(self.server_args, self.config, buckets)
+        measure = partial(
+            ddtree_timing.measure,
+            drafter=self.draft_model_runner.decode_cuda_graph_runner,
+            target=runner,
+            commits=commits,
+            max_budget=self.config.budget,
+            draft_width=self.block_size,
+            identity=identity,
+        )
+        if group.world_size > 1:
+            self._auto.cost = cost_table(identity, measure, partial(_first_agrees, group))
+        else:
+            self._auto.cost = cost_table(identity, measure)
+
+    def _capture_commits(self) -> None:
+        """Graphs of what follows the target's choices, behind the target's own graphs; none where those are none."""
+        runner = self._target_graphs()
+        self._commit_graphs = None
+        if not self._commits_on_device() or not isinstance(runner, DDTreeVerifyGraphRunner):
+            return
+        context, capture = cuda_capture(self.device)
+        original = self._fused_kv_helper
+        graphs = PackedCommitGraphs if self.config.auto else CommitGraphs
+        try:
+            if original is not None:
+                self._fused_kv_helper = with_own_workspace(original)
+            with context:
+                self._commit_graphs = graphs(
+                    runner=runner,
+                    tail=self._verify_tail,
+                    budget=self.config.tree_budget,
+                    max_depth=self.config.max_depth,
+                    pool=self._movable_pool,
+                    feed=self._feed_drafter,
+                    capture=capture,
+                    kept=self._fused_kv_helper,
+                )
+        finally:
+            self._fused_kv_helper = original
+        if self.ps.tp_rank == 0:
+            logger.info("DDTREE: what follows the target's choices runs from one CUDA graph.")
+
+    def _target_graphs(self) -> Any:
+        return self.target_worker.model_runner.decode_cuda_graph_runner
+
+    def _commits_on_device(self) -> bool:
+        """Whether a commit is made of this package's kernels alone, so that a graph may hold it."""
+        return (
+            self._round.on_device
+            and not self.config.shadow_linear
+            and not self._need_mamba_verify_commit
+            and self._movable_pool is not None
+            and not is_simulating()
+        )
 
     # --- What DFLASH's prefill asks of a subclass.
 
@@ -176,6 +282,8 @@ class DDTreeWorker(DFlashWorkerV2):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
             # The prefill is as able to give log-probabilities as the target's own, of which it is made.
             self._wants_logprob, batch.return_logprob = batch.return_logprob, False
+            if self._auto is not None:
+                self._auto.interrupt()
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
 
         # Made on the scheduler's stream, read on this one.
@@ -183,8 +291,10 @@ class DDTreeWorker(DFlashWorkerV2):
         record_stream_each((batch.seq_lens, bonus_tokens), self._stream())
         shape = self._shape_of_round(batch)
         if shape == "plain":
-            tree = root_trees(bonus_tokens, batch.seq_lens)
-            return self._verify_packed(batch, tree, len(bonus_tokens), on_publish, grammar_barrier)
+            tree = self._plain_tree(bonus_tokens, batch.seq_lens)
+            return self._verify_packed(
+                batch, tree, self._total_of_roots(len(bonus_tokens)), on_publish, grammar_barrier
+            )
         ids, logprobs = self._draft(batch, bonus_tokens)
         tree, shadow = self._build(bonus_tokens, ids, logprobs, batch.seq_lens)
         if shape is not None:
@@ -193,7 +303,34 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _shape_of_round(self, batch: ScheduleBatch) -> RoundShape:
         """What this round verifies, decided before anything of it runs: see `ddtree_round.RoundShape`."""
-        return None
+        if self._auto is None:
+            return None
+        classes = Counter(request_classes(batch.reqs))
+        self._auto_round = self._auto.begin_round(len(batch.seq_lens), classes=classes)
+        return "plain" if self._auto_round.plain else self._auto_round.tokens
+
+    def _plain_tree(self, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> RoundTree:
+        graphs = self._packed_graphs(len(bonus_tokens))
+        return root_trees(bonus_tokens, seq_lens) if graphs is None else graphs.plain_tree(bonus_tokens)
+
+    def _total_of_roots(self, bs: int) -> int:
+        """Verify tokens of a plain round: one per request, or the smallest graph that holds them."""
+        graphs = self._packed_graphs(bs)
+        if graphs is None:
+            return bs
+        totals = graphs.runner.capture_num_tokens
+        return totals[bisect_left(totals, bs)]
+
+    def _packed_graphs(self, bs: int) -> PackedCommitGraphs | None:
+        """What commits a packed round of ``bs`` requests from a graph, if it can."""
+        self._renew_commits()
+        graphs = self._commit_graphs
+        return graphs if isinstance(graphs, PackedCommitGraphs) and bs <= graphs.largest else None
+
+    def _renew_commits(self) -> None:
+        if self._commit_graphs is not None and self._commit_graphs.runner is not self._target_graphs():
+            # New weights may bring new graphs; the old ones' buffers are gone.
+            self._capture_commits()
 
     def _build(
         self, bonus_tokens: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, seq_lens: torch.Tensor
@@ -201,7 +338,10 @@ class DDTreeWorker(DFlashWorkerV2):
         """The trees to verify, and in shadow-linear mode those that are only looked at; arguments as in `build`."""
         config = self.config
         if not config.shadow_linear:
-            return self._round.build(bonus_tokens, ids, logprobs, config.budget, seq_lens), None
+            self._renew_commits()
+            graphs = self._commit_graphs
+            out = None if graphs is None else graphs.tree(len(bonus_tokens))
+            return self._round.build(bonus_tokens, ids, logprobs, config.budget, seq_lens, out), None
         # Rank 0 of every position is what DFLASH drafts.
         chain = self._round.build(bonus_tokens, ids[..., :1], logprobs[..., :1], config.tree_budget, seq_lens)
         return chain, self._round.build(bonus_tokens, ids, logprobs, config.budget, seq_lens)
@@ -338,6 +478,9 @@ class DDTreeWorker(DFlashWorkerV2):
             verify_input, self.model_runner.req_to_token_pool, batch, self.target_worker
         )
         record_stream_each((batch.input_ids, batch.out_cache_loc), self._stream())
+        graphs = self._commit_graphs
+        if isinstance(graphs, CommitGraphs) and can_run_cuda_graph and graphs.tree(len(batch.seq_lens)) is tree:
+            return self._finish_in_graph(batch, forward_batch, tree, graphs, on_publish, grammar_barrier)
         logits_output, choices = self._choose(batch, forward_batch, tree.tree, None, grammar_barrier)
         slots = batch.out_cache_loc.view(choices.shape)
         if is_simulating():
@@ -352,18 +495,47 @@ class DDTreeWorker(DFlashWorkerV2):
         kept = (forward_batch, tree)
         return self._result(logits_output, can_run_cuda_graph, walk, plan, round_stats, kept)
 
+    def _finish_in_graph(
+        self,
+        batch: ScheduleBatch,
+        forward_batch: ForwardBatch,
+        tree: RoundTree,
+        graphs: CommitGraphs,
+        on_publish: Any,
+        grammar_barrier: Any,
+    ) -> DDTreeBatchResult:
+        """The rest of `_verify`, of a round whose verify runs from a graph: all behind the choices is one replay."""
+        bs = len(batch.seq_lens)
+        likeliest = graphs.choices(bs)
+        logits_output, choices = self._choose(batch, forward_batch, tree.tree, None, grammar_barrier, likeliest)
+        if choices is not likeliest:
+            likeliest.copy_(choices)
+        done = graphs.replay(bs)
+        if batch.return_logprob:
+            compute_spec_v2_logprobs(batch, logits_output, likeliest.view(-1), done.rows, done.rows.shape[1] - 1)
+        # Not needed on the host, and large.
+        logits_output.hidden_states = None
+        if on_publish is not None:
+            on_publish(done.new_seq_lens)
+        return self._result(logits_output, True, done, done, done.round_stats, (forward_batch, tree))
+
     def _verify_packed(
         self, batch: ScheduleBatch, tree: RoundTree, total: int, on_publish: Any, grammar_barrier: Any
     ) -> DDTreeBatchResult:
         """Verify the ``total`` likeliest nodes of all trees in one target forward, without padding between requests.
 
-        Else as `_verify`, but always eagerly.
+        Else as `_verify`; from graphs where one of this total was captured.
         """
         self._assert_packable()
-        pool = self.model_runner.req_to_token_pool
-        packed = self._round.pack(tree, total, batch.seq_lens, batch.req_pool_indices, pool.req_to_token)
-        # What is not verified is no node for grammar and statistics either.
-        cut, nodes = packed.cut(), packed.nodes
+        bs, table = len(batch.seq_lens), self.model_runner.req_to_token_pool.req_to_token
+        graphs = self._packed_graphs(bs)
+        if graphs is not None and (graphs.tree(bs) is not tree or not graphs.runner.holds(total, bs)):
+            graphs = None
+        steps = self._round if graphs is None else graphs
+        packed = steps.pack(tree, total, batch.seq_lens, batch.req_pool_indices, table)
+        # What is not verified is no node for grammar and statistics either; a graph counts by itself.
+        cut = packed.cut() if graphs is None or batch.has_grammar else packed.tree
+        nodes = packed.nodes
         verify_input = DDTreeVerifyInput(
             draft_token=nodes.tokens,
             custom_mask=None,
@@ -382,8 +554,23 @@ class DDTreeWorker(DFlashWorkerV2):
             qo_indptr=packed.share.qo_indptr,
             depths=nodes.depths,
         )
+        verify_input.ragged_verify_layout = ragged_layout(total)
         record_stream_for_v2_verify(batch, verify_input, self._stream())
-        forward_batch = verify_input.prepare_packed(batch, nodes.slots, self.model_runner)
+        forward_batch, in_graph = verify_input.prepare_packed(batch, nodes.slots, self.target_worker.model_runner)
+        if graphs is not None and in_graph:
+            likeliest = graphs.choices(total)
+            logits_output, choices = self._choose(batch, forward_batch, cut, packed, grammar_barrier, likeliest)
+            if choices is not likeliest:
+                likeliest.copy_(choices)
+            done = graphs.replay(bs)
+            if batch.return_logprob:
+                compute_spec_v2_logprobs(batch, logits_output, likeliest.view(-1), done.rows, done.rows.shape[1] - 1)
+            # Not needed on the host, and large.
+            logits_output.hidden_states = None
+            if on_publish is not None:
+                on_publish(done.new_seq_lens)
+            told = (done.histogram, done.expected)
+            return self._result(logits_output, True, done, done, done.round_stats, (forward_batch, tree), told)
         logits_output, choices = self._choose(batch, forward_batch, cut, packed, grammar_barrier)
         choices = choices.view(-1)
         max_depth = min(self.config.max_depth, cut.tokens.shape[1] - 1)
@@ -394,8 +581,8 @@ class DDTreeWorker(DFlashWorkerV2):
         if batch.return_logprob:
             compute_spec_v2_logprobs(batch, logits_output, choices, walk.rows, walk.rows.shape[1] - 1)
         self._commit(batch, logits_output, walk, walk, on_publish)
-        kept = (forward_batch, tree, packed, cut)
-        return self._result(logits_output, False, walk, walk, self._round.stats(cut, walk), kept)
+        kept, told = (forward_batch, tree, packed, cut), (packed.share.histogram, packed.share.expected)
+        return self._result(logits_output, in_graph, walk, walk, self._round.stats(cut, walk), kept, told)
 
     def _assert_packable(self) -> None:
         config = self.config
@@ -412,6 +599,7 @@ class DDTreeWorker(DFlashWorkerV2):
         tree: DraftTree,
         packed: PackedTree | None,
         grammar_barrier: Any,
+        likeliest: torch.Tensor | None = None,
     ) -> tuple[Any, torch.Tensor]:
         """The target's forward and its choice at every node.
 
@@ -421,8 +609,9 @@ class DDTreeWorker(DFlashWorkerV2):
             tree: the trees, links to verified nodes only.
             packed: of a packed round.
             grammar_barrier: as of `forward_batch_generation`.
+            likeliest: int64 [bs, N], where the forward itself leaves the likeliest tokens.
         Returns:
-            SGLang's output of the forward, and int64 [bs, N], packed [T, 1].
+            SGLang's output of the forward, and int64 [bs, N], packed [T, 1]; ``likeliest`` itself where that is all.
         """
         grammar_tree = None
         if batch.has_grammar:
@@ -442,6 +631,8 @@ class DDTreeWorker(DFlashWorkerV2):
         if grammar_mask is not None and packed is not None:
             rows = packed.dense_rows()
             grammar_mask = grammar_mask._replace(vocab_mask=grammar_mask.vocab_mask.index_select(0, rows))
+        if likeliest is not None and grammar_mask is None and takes_likeliest(batch.sampling_info):
+            return logits_output, likeliest
         choices = choose_tokens(
             logits_output=logits_output,
             sampling_info=batch.sampling_info,
@@ -459,22 +650,31 @@ class DDTreeWorker(DFlashWorkerV2):
         self,
         logits_output: Any,
         can_run_cuda_graph: bool,
-        walk: WalkResult | PackedWalk,
-        plan: CommitPlan | PackedWalk,
+        walk: WalkResult | PackedWalk | Committed | PackedCommitted,
+        plan: CommitPlan | PackedWalk | Committed | PackedCommitted,
         round_stats: torch.Tensor,
         kept: tuple[Any, ...],
+        told: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> DDTreeBatchResult:
+        """``told``: histogram and expected drafts of a packed round, of `ddtree_ragged.Allotment`."""
+        auto_round, self._auto_round = self._auto_round, None
+        histogram, expected = told if told is not None and auto_round is not None else (None, None)
+        if auto_round is not None and auto_round.plain:
+            histogram = expected = None
         return DDTreeBatchResult(
             logits_output=logits_output,
             next_token_ids=plan.next_tokens.reshape(-1),
             accept_lens=plan.accept_lens,
             can_run_cuda_graph=can_run_cuda_graph,
             next_draft_input=self._next_draft_input(walk.bonus, plan.new_seq_lens),
-            speculative_num_draft_tokens=plan.next_tokens.shape[1],
+            speculative_num_draft_tokens=plan.next_tokens.numel() // plan.accept_lens.numel(),
             new_seq_lens=plan.new_seq_lens,
             # Under overlap the batch moves on while this round still runs.
             extra_keep_alive_refs=[*kept, walk, plan],
             round_stats=round_stats,
+            auto_round=auto_round,
+            histogram=histogram,
+            expected=expected,
         )
 
     def _commit(
@@ -539,3 +739,23 @@ class DDTreeWorker(DFlashWorkerV2):
             cache_loc_2d=plan.kv_to,
             commit_lens=plan.accept_lens,
         )
+
+
+def _recorded_event() -> Any:
+    """An event of the current stream, as it is now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _first_agrees(group: Any, own: bool) -> bool:
+    """The first rank's answer, on every rank of a tensor-parallel group."""
+    return bool(_first_ranks(group, (int(own), 0))[0])
+
+
+def _first_ranks(group: Any, own: tuple[int, int]) -> tuple[int, int]:
+    """The first rank's two numbers, on every rank of a tensor-parallel group."""
+    numbers = torch.tensor(own, dtype=torch.int64)
+    torch.distributed.broadcast(numbers, src=group.ranks[0], group=group.cpu_group)
+    width, tokens = numbers.tolist()
+    return width, tokens

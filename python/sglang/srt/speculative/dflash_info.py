@@ -21,7 +21,7 @@ class DDTreeVerifyInput(EagleVerifyInput):
     """One target verify of a batch of trees, N nodes each (a chain is a tree of topk 1), or packed.
 
     A packed round has trees of different sizes, their T nodes one behind the other; the two backends of DDTREE alone
-    know it, and it is run eagerly.
+    know it.
 
     Attributes used by SGLang's attention backends and commit:
         draft_token: int64 [bs * N], the nodes' tokens, node 0 the last committed one.
@@ -47,20 +47,29 @@ class DDTreeVerifyInput(EagleVerifyInput):
     # Same layout as EAGLE's, and it accepts a missing mask.
     generate_attn_arg_prefill = DFlashVerifyInput.generate_attn_arg_prefill
 
-    def prepare_packed(self, batch: ScheduleBatch, slots: torch.Tensor, model_runner) -> ForwardBatch:
+    def prepare_packed(self, batch: ScheduleBatch, slots: torch.Tensor, model_runner) -> tuple[ForwardBatch, bool]:
         """The target's forward of a packed round, as SGLang's ``eagle_prepare_for_verify`` makes a uniform one's.
 
         Args:
             batch: becomes the verify batch.
             slots: int64 [T], where the nodes' keys and values go.
             model_runner: the target's.
+
+        Returns:
+            The forward, and whether it runs from a graph, into which it has been loaded then.
         """
         assert self.qo_indptr is not None, "not packed"
         batch.input_ids, batch.out_cache_loc, batch.spec_info = self.draft_token, slots, self
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        return ForwardBatch.init_new(
+        forward_batch = ForwardBatch.init_new(
             batch, model_runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
         )
+        graphs = model_runner.decode_cuda_graph_runner
+        if graphs is None or not graphs.can_run_graph(forward_batch):
+            return forward_batch, False
+        graphs.load_batch(forward_batch)
+        forward_batch.mark_forward_metadata_ready()
+        return forward_batch, True
 
     @classmethod
     def create_dummy_input(

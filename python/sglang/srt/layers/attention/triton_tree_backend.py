@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.triton_tree_mask import (
     choose_extra_splits,
     choose_tiles,
     plan_splits,
+    scratch_numel,
     shared_memory_of,
     tree_attention,
 )
@@ -77,16 +78,20 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         ancestor_bits: int64 [bs, N, W], contiguous; see `triton_tree_mask.tree_attention`. None or absent: the
             parent's verify, causal without a ``custom_mask``.
         depths: int64 [bs, N]; read where the model has a sliding window. None: positions - seq_lens.
-        qo_indptr: int32 [bs + 1], eagerly only: the round is packed. The bits are then [T, W] and the depths [T], which
-            must be given; request b's nodes are the rows from qo_indptr[b] to [b + 1], at most ``draft_token_num`` of
-            them, and rows behind the last one get zeros. None or absent: N rows each.
+        qo_indptr: int32 [bs + 1]: the round is packed. The bits are then [T, W] and the depths [T], which must be
+            given; request b's nodes are the rows from qo_indptr[b] to [b + 1], at most ``draft_token_num`` of them, and
+            rows behind the last one get zeros. None or absent: N rows each.
 
     A ``custom_mask`` beside the bits is not read, and the parent's buffer for one is never allocated; a mask alone
     is served eagerly as the parent does, but refused by a CUDA graph.
 
     A CUDA graph captured with bits serves every later round: with its bits, or without any causally. One captured
-    without refuses bits, since it would ignore them.
+    without refuses bits, since it would ignore them. A graph captured packed serves packed rounds of its T alone, of at
+    most as many requests.
     """
+
+    # Read by SGLang's graph runner, which keys its graphs by tokens then.
+    supports_ragged_verify_graph: bool = True
 
     # Chains take the tree kernel too: a chain's bits are made up where a target's verify brings neither bits nor mask.
     tree_for_chains: bool = False
@@ -109,6 +114,10 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         self._graph_round: TreeRound | None = None
         # Batch sizes whose graph holds the tree kernel.
         self._graphs_with_tree: set[int] = set()
+        # Captured packed rounds by their T.
+        self._packed_rounds: dict[int, TreeRound] = {}
+        # int32 [largest batch + 1] by tokens per request, where a uniform round's requests begin.
+        self._indptr_of_width: dict[int, torch.Tensor] = {}
         # The seam: the parent writes the cache and gathers a layer's arguments, then calls this attribute.
         self._extend_attention = self.extend_attention_fwd
         self.extend_attention_fwd = torch.compiler.disable(self._extend_or_tree)
@@ -166,6 +175,8 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         self._graph_max_bs = max_bs
         self._graph_round = None
         self._graphs_with_tree.clear()
+        self._packed_rounds.clear()
+        self._indptr_of_width.clear()
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -174,7 +185,10 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         # The batch is padded to a captured size, spec_info is not.
         bs, spec_info = forward_batch.batch_size, forward_batch.spec_info
         if _is_packed(spec_info):
-            raise RuntimeError("a packed round has no CUDA graph: run it eagerly.")
+            tree = self._fill_packed_round(forward_batch, bs, in_capture)
+            if in_capture:
+                self.forward_metadata = TreeForwardMetadata(**vars(self.forward_metadata), tree=tree)
+            return
         bits = self._bits(spec_info, bs)
         if in_capture:
             self._graphs_with_tree.discard(bs)
@@ -221,6 +235,49 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             plan_splits(qo_indptr, self.window_kv_indptr[: bs + 1], extra, out=tree.window_plan)
         return tree
 
+    def _fill_packed_round(self, forward_batch: ForwardBatch, bs: int, in_capture: bool) -> TreeRound:
+        """Write a packed round of at most ``bs`` requests into the fixed buffers of its T and plan it."""
+        spec_info = forward_batch.spec_info
+        bits, indptr = spec_info.ancestor_bits, spec_info.qo_indptr
+        total, requests = bits.shape[0], indptr.shape[0] - 1
+        if in_capture:
+            self._check_servable()
+            self._packed_rounds[total] = self._allocate_packed_round(bits, bs, int(spec_info.draft_token_num))
+        tree = self._packed_rounds.get(total)
+        if tree is None or tree.plan.requests.shape[0] != bs or requests > bs:
+            raise RuntimeError(f"no CUDA graph of {bs} requests verifies {requests} requests and {total} tokens.")
+        tree.ancestor_bits.copy_(bits)
+        if tree.depths is not None:
+            depths = self._depths(spec_info, forward_batch.seq_lens, bits)
+            assert depths is not None
+            tree.depths.copy_(depths)
+        qo_indptr = self.qo_indptr[: bs + 1]
+        qo_indptr[: requests + 1].copy_(indptr)
+        if requests < bs:
+            # Those that fill the graph up have no nodes.
+            qo_indptr[requests + 1 :].copy_(indptr[-1:].expand(bs - requests))
+        extra = tree.plan.extra_splits
+        plan_splits(qo_indptr, self.kv_indptr[: bs + 1], extra, out=tree.plan)
+        if tree.window_plan is not None:
+            plan_splits(qo_indptr, self.window_kv_indptr[: bs + 1], extra, out=tree.window_plan)
+        return tree
+
+    def _allocate_packed_round(self, bits: torch.Tensor, bs: int, nodes: int) -> TreeRound:
+        extra, device = self._extra_splits(nodes), bits.device
+        needed = scratch_numel(bs, extra, nodes, self.num_head, self._widest_value())
+        # Graphs run one after another: the largest one's memory does for all.
+        shared = max((x.scratch for x in self._packed_rounds.values()), key=torch.Tensor.numel, default=None)
+        if shared is None or shared.numel() < needed:
+            shared = allocate_scratch(bs, extra, nodes, self.num_head, self._widest_value(), device)
+        return TreeRound(
+            torch.zeros_like(bits),
+            bits.new_zeros(bits.shape[0]) if self._has_window else None,
+            allocate_plan(bs, extra, device),
+            allocate_plan(bs, extra, device) if self._has_window else None,
+            shared,
+            is_packed=True,
+        )
+
     def _allocate_graph_round(self, bits: torch.Tensor) -> TreeRound:
         max_bs, (nodes, words) = self._graph_max_bs, bits.shape[1:]
         extra = self._extra_splits(nodes)
@@ -249,7 +306,20 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
                 )
             # The parent would copy the mask into the buffer that does not exist.
             spec_info = SimpleNamespace(draft_token_num=spec_info.draft_token_num, custom_mask=None)
-        return super()._update_target_verify_buffers(bs, seq_lens, req_pool_indices, spec_info)
+        if (self.sliding_window_size or 0) > 0:
+            return super()._update_target_verify_buffers(bs, seq_lens, req_pool_indices, spec_info)
+        # The parent also says where a dense mask's rows begin, in seven launches, and without a mask nothing reads it.
+        # A small model's round is as long as its launches.
+        if not _is_packed(spec_info):
+            nodes = int(getattr(spec_info, "draft_token_num", None) or self.num_draft_tokens)
+            self.qo_indptr[: bs + 1].copy_(self._uniform_indptr(bs, nodes))
+        return self._fill_kv_indptr_and_indices(bs, seq_lens, req_pool_indices, self.cuda_graph_kv_indices)
+
+    def _uniform_indptr(self, bs: int, nodes: int) -> torch.Tensor:
+        if nodes not in self._indptr_of_width:
+            steps = torch.arange(0, (self._graph_max_bs + 1) * nodes, nodes, dtype=torch.int32, device=self.device)
+            self._indptr_of_width[nodes] = steps
+        return self._indptr_of_width[nodes][: bs + 1]
 
     # --- Per layer.
 

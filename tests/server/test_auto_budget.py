@@ -1,0 +1,98 @@
+"""The budget auto in a server: the tokens are those of no speculation, whatever it decides.
+
+On a CPU there is nothing to time, so that it verifies a fixed share; on a GPU its graphs are captured and timed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pairs import BLOCK_SIZE, Pair
+from serving import Server, output_ids
+
+DEPTH = BLOCK_SIZE - 1
+PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"0123456789 " * 6)]
+SCRIPTS: dict[str, list[list[int]] | None] = {
+    "side branches": [[0, 1, 0, 0, 0, 0, 0], [1, 0, 0, -1, -1, -1, -1], [-1] * DEPTH],
+    "real drafter": None,
+}
+
+
+def auto(pair: Pair, name: str, *flags: str, env: dict[str, str] | None = None) -> Server:
+    folder = str(pair.folder / "costs")
+    chosen = ("--speculative-ddtree-budget", "auto", "--enable-metrics", *flags)
+    return pair.server(name, *chosen, env={"SGLANG_DDTREE_CACHE_DIR": folder, **(env or {})})
+
+
+def script(pair: Pair, ranks: list[list[int]] | None) -> None:
+    pair.script(**({} if ranks is None else {"ranks": ranks}))
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """The sums of this package's metrics by name."""
+    lines = [line for line in server.get("/metrics").splitlines() if line.startswith("sglang:ddtree")]
+    found: dict[str, float] = {}
+    for line in lines:
+        name, value = line.split("{")[0], float(line.rsplit(" ", 1)[1])
+        found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def assert_exact(pair: Pair, server: Server, name: str, **length: Any) -> list[Any]:
+    expected = pair.expected(PROMPTS, **length)
+    script(pair, SCRIPTS[name])
+    answers = server.generate(PROMPTS, **length)
+    assert output_ids(answers) == expected
+    return answers
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_greedy_tokens(qwen3: Pair, name: str) -> None:
+    server = auto(qwen3, "auto")
+    answers = assert_exact(qwen3, server, name, max_new_tokens=40, ignore_eos=True)
+    if name == "side branches":
+        reports = [answer["meta_info"]["ddtree"] for answer in answers]
+        assert sum(report["committed_tokens"] for report in reports) > sum(report["rounds"] for report in reports)
+    server.assert_pool_empty()
+
+
+def test_what_it_says_of_itself(qwen3: Pair) -> None:
+    server = auto(qwen3, "auto")
+    about = json.loads(server.get("/server_info"))["ddtree"]
+    assert about["budget"] == "auto" and about["max_budget"] == 63
+    before = metrics(server)
+    script(qwen3, SCRIPTS["side branches"])
+    server.generate(PROMPTS, max_new_tokens=20, ignore_eos=True)
+    after = metrics(server)
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    committed = grown["sglang:ddtree_auto_committed_tokens_total"]
+    assert committed >= 3 * 19
+    assert grown["sglang:ddtree_auto_expected_tokens_total"] > 0
+    assert grown["sglang:ddtree_auto_verify_tokens_count"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size, overlap", [("1", True), ("16", True), ("16", False)])
+@pytest.mark.parametrize("rounds", ["decided", "random"])
+def test_graphs(qwen3: Pair, rounds: str, page_size: str, overlap: bool) -> None:
+    name = f"auto-gpu-{rounds}-{page_size}-{overlap}"
+    flags = ["--attention-backend", "triton", "--page-size", page_size]
+    flags += [] if overlap else ["--disable-overlap-schedule"]
+    server = auto(qwen3, name, *flags, env={"DDTREE_TEST_ROUNDS": "5"} if rounds == "random" else {})
+    for shape in SCRIPTS:
+        for _ in range(3):
+            assert_exact(qwen3, server, shape, max_new_tokens=41, ignore_eos=True)
+    server.assert_pool_empty()
+    # Many requests that join and end in mid-batch.
+    prompts = [list(b"%d and some more " % i * (1 + i % 5)) for i in range(40)]
+    params = [dict(temperature=0, ignore_eos=True, max_new_tokens=3 + 7 * i % 40) for i in range(40)]
+    body = {"input_ids": prompts, "sampling_params": params}
+    script(qwen3, None)
+    assert output_ids(server.post("/generate", body)) == output_ids(qwen3.plain.post("/generate", body))
+    sampled = server.generate(PROMPTS, temperature=0.8, top_p=0.9, max_new_tokens=30, ignore_eos=True)
+    assert all(len(ids) == 30 for ids in output_ids(sampled))
+    log = (qwen3.folder / f"{name}.log").read_text()
+    assert "ms per round by requests and verify tokens" in log or "cost table from" in log
+    qwen3.stop(name)

@@ -1,0 +1,586 @@
+"""`AutoBudget`, all that the worker knows of `--speculative-ddtree-budget auto`: no model, no device, a fake clock."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang_ddtree import metrics, overlay  # noqa: E402
+from sglang_ddtree.flags import DDTreeConfig  # noqa: E402
+
+overlay.lay()
+
+from sglang.srt.speculative import ddtree_auto, ddtree_cost  # noqa: E402
+from sglang.srt.speculative.ddtree_auto import (  # noqa: E402
+    AutoBudget,
+    cache_folder,
+    cost_table,
+    identity_of,
+    measure_costs,
+    most_tokens,
+    request_classes,
+    request_grid,
+    token_buckets,
+)
+from sglang.srt.speculative.ddtree_cost import CostTable  # noqa: E402
+from sglang.srt.speculative.ddtree_gain import GRID, PRIOR  # noqa: E402
+from sglang.srt.speculative.ddtree_policy import DEFAULT  # noqa: E402
+from sglang.srt.speculative.ddtree_ragged import bin_edges  # noqa: E402
+from sglang.srt.speculative.ddtree_result import DDTreeBatchResult  # noqa: E402
+
+CONFIG = DDTreeConfig(budget=63, block_size=16, auto=True)
+LOADS = (1, 2, 4, 8, 16, 32, 64)
+BUCKETS = token_buckets(64, 63)
+
+
+def table(
+    of: dict[str, Any] | None = None, plain=0.005, plain_slope=1e-5, fixed=0.0065, per_request=5e-5, per_token=1e-4
+) -> CostTable:
+    cells = {(r, t): fixed + per_request * r + per_token * t for r in LOADS for t in BUCKETS if r <= t <= 64 * r}
+    return CostTable(of or {}, {r: plain + plain_slope * r for r in LOADS}, {16: cells})
+
+
+class Clock:
+    """A device that runs behind the host. An event is over once the device has come past it."""
+
+    def __init__(self) -> None:
+        self.launched, self.reached, self.made = 0.0, 0.0, 0
+        self.stuck = False
+
+    def event(self) -> Any:
+        at = self.launched
+        self.made += 1
+        return SimpleNamespace(
+            at=at,
+            query=lambda: not self.stuck and at <= self.reached,
+            elapsed_time=lambda later: 1000 * (later.at - at),
+        )
+
+
+def histogram_of(probabilities: np.ndarray) -> list[int]:
+    """Of nodes of these probabilities, by plain search in the bins' edges."""
+    places = np.searchsorted(bin_edges(), -np.log(probabilities), side="right") - 1
+    return np.bincount(places.ravel(), minlength=64).tolist()
+
+
+# What the 63 nodes of a request are worth one by one where the prior holds.
+NODES = np.maximum(np.diff(np.interp(np.arange(64.0), GRID, PRIOR[16])), 1e-6)
+
+
+class World:
+    """Rounds with true gains and times, both noisy. What they tell comes back two rounds later."""
+
+    def __init__(self, truth: CostTable, believed: CostTable | None, seed=0, share=1.0, bias=1.0, **others) -> None:
+        self.truth, self.share, self.bias = truth, share, bias
+        self.clock, self.rng = Clock(), np.random.default_rng(seed)
+        self.auto = AutoBudget(CONFIG, buckets=BUCKETS, new_event=self.clock.event, cost=believed, **others)
+        self._late: deque[tuple[Any, ...]] = deque()
+
+    def round(self, requests: int, name: str = "greedy") -> ddtree_auto.AutoRound:
+        run = self.auto.begin_round(requests, 0.0, {name: requests})
+        if run.plain:
+            seconds = self.truth.plain_seconds(requests)
+            told: tuple[Any, ...] = (run, None, None, [0] * requests)
+        else:
+            seconds = float(self.truth.seconds(16, requests, run.tokens))
+            noise = self.rng.gamma(4.0, 0.25, (requests, 1))
+            p = np.clip(self.share * noise * NODES, 1e-9, 1.0)
+            least = np.sort(p, axis=None)[::-1][: run.tokens - requests]
+            expected = np.where(p >= (least[-1] if len(least) else 2.0), p, 0).sum(1)
+            accepted = self.rng.poisson(self.bias * expected).clip(max=15)
+            told = (run, histogram_of(p), expected.tolist(), accepted.tolist())
+        # The device has reached this round's beginning when the host decides the next one.
+        self.clock.reached = self.clock.launched
+        self.clock.launched += seconds * math.exp(self.rng.normal(0, 0.05)) * (20 if self.rng.random() < 0.01 else 1)
+        self._late.append(told)
+        if len(self._late) > 2:
+            past, *numbers = self._late.popleft()
+            self.auto.end_round(past, *numbers, [name] * past.requests)
+        return run
+
+    def rounds(self, requests: int, count: int, name: str = "greedy") -> list[ddtree_auto.AutoRound]:
+        return [self.round(requests, name) for _ in range(count)]
+
+    def rate(self, requests: int, run: ddtree_auto.AutoRound) -> float:
+        """The true tokens per second of a round like this one."""
+        if run.plain:
+            return requests / self.truth.plain_seconds(requests)
+        nodes = min((run.tokens - requests) / requests, 63)
+        drafts = self.share * self.bias * float(np.interp(nodes, GRID, PRIOR[16]))
+        return requests * (1 + drafts) / float(self.truth.seconds(16, requests, run.tokens))
+
+    def best(self, requests: int) -> float:
+        runs = [
+            SimpleNamespace(plain=True),
+            *(SimpleNamespace(plain=False, tokens=t) for t in BUCKETS if t >= requests),
+        ]
+        return max(self.rate(requests, run) for run in runs)
+
+
+# --- Decisions.
+
+
+def test_trees_shrink_as_the_load_grows_until_nothing_is_drafted():
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=table())
+    runs = {n: auto.begin_round(n, 0.0, {"greedy": n}) for n in LOADS}
+    each = [run.tokens / n for n, run in runs.items()]
+    assert each == sorted(each, reverse=True) and each[0] >= 12
+    assert runs[64].plain and (runs[64].tokens, runs[64].draft_width, runs[64].forecast) == (64, 0, 64)
+    for n, run in runs.items():
+        assert run.owner is auto and run.requests == n
+        assert run.plain or (run.tokens in BUCKETS and run.draft_width == 16 and run.forecast > n)
+
+
+def test_without_a_table_every_request_gets_fifteen_nodes_or_the_most_there_are():
+    auto = AutoBudget(CONFIG, buckets=BUCKETS)
+    assert [auto.begin_round(n).tokens for n in (1, 4, 64)] == [16, 64, 1024]
+    small = AutoBudget(DDTreeConfig(budget=3, block_size=16, auto=True), buckets=token_buckets(4, 3))
+    assert [small.begin_round(n).tokens for n in (1, 4)] == [4, 16]
+    auto.cost = table()
+    assert auto.cost is auto.policy.cost and auto.begin_round(64).plain
+
+
+def test_a_batch_that_no_bucket_holds_runs_plain_or_is_refused():
+    assert AutoBudget(CONFIG, buckets=(4, 8)).begin_round(9).plain
+    with pytest.raises(ValueError, match="no bucket holds 9 requests"):
+        AutoBudget(CONFIG, buckets=(4, 8), plain=False).begin_round(9)
+
+
+def test_the_block_size_has_to_be_known():
+    with pytest.raises(AssertionError, match="block size"):
+        AutoBudget(DDTreeConfig(budget=63, auto=True), buckets=BUCKETS)
+
+
+def test_the_first_ranks_choice_is_run_everywhere():
+    asked = []
+
+    def first_rank(own: tuple[int, int]) -> tuple[int, int]:
+        asked.append(own)
+        return (16, 96) if len(asked) < 3 else (0, 8)
+
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=table(), decide=first_rank)
+    runs = [auto.begin_round(8) for _ in range(3)]
+    assert [(run.plain, run.draft_width, run.tokens) for run in runs] == [(False, 16, 96)] * 2 + [(True, 0, 8)]
+    assert runs[0].forecast == pytest.approx(8 * (1 + np.interp(11, GRID, PRIOR[16]))) and runs[2].forecast == 8
+    assert all(width == 16 and tokens in BUCKETS for width, tokens in asked)
+    # Where it agrees, its own choice stands whole.
+    alone, both = (AutoBudget(CONFIG, buckets=BUCKETS, cost=table(), decide=d) for d in (None, lambda own: own))
+    assert alone.begin_round(4).forecast == both.begin_round(4).forecast
+    with pytest.raises(AssertionError, match="chose 4 tokens for 8 requests"):
+        AutoBudget(CONFIG, buckets=BUCKETS, decide=lambda own: (16, 4)).begin_round(8)
+
+
+# --- The loop around it.
+
+
+@pytest.mark.parametrize("per_token, plain_at_64", [(1e-4, True), (1e-5, False)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_load_that_jumps_settles_within_50_rounds(per_token, plain_at_64, seed):
+    truth = table(per_token=per_token)
+    world = World(truth, table(per_token=per_token), seed)
+    for requests, plain in ((1, False), (64, plain_at_64), (1, False)):
+        world.rounds(requests, 50)
+        settled = world.rounds(requests, 300)
+        assert {run.plain for run in settled if not run.probe} == {plain}
+        # Probes counted; the mean time per token, since that is what throughput is.
+        times = [1 / world.rate(requests, run) for run in settled]
+        assert len(times) / sum(times) > 0.95 * world.best(requests)
+    totals = world.auto.totals
+    assert totals.rounds == 3 * 350 - 2 and totals.timed > 0.9 * totals.rounds
+
+
+def test_a_table_that_is_wrong_is_corrected():
+    # Believed: tokens are nearly free. True: they are dear, so that wide trees lose.
+    world = World(table(), table(per_token=1e-5, fixed=0.008))
+    first = world.rounds(16, 1)[0]
+    world.rounds(16, 1500)
+    last = world.rounds(16, 100)
+    assert np.mean([run.tokens for run in last if not run.plain]) < 0.6 * first.tokens
+    assert np.mean([world.rate(16, run) for run in last]) > world.rate(16, first)
+
+
+def test_a_drafter_that_is_too_sure_of_itself_gets_smaller_trees_for_that_class_alone():
+    world = World(table(plain=0.012), table(plain=0.012), bias=0.3)
+    before = world.auto.begin_round(8, 0.0, {"high": 8}).tokens
+    world.rounds(8, 600, "high")
+    calibration = world.auto.policy.calibration
+    assert calibration.ratio("high") == pytest.approx(0.3, abs=0.1) and calibration.ratio("greedy") == 1
+    assert world.auto.begin_round(8, 0.0, {"high": 8}).tokens < before
+    totals = world.auto.totals
+    assert totals.committed < 0.8 * totals.expected
+    # What it expects has learnt from that; the drafter's own word has not.
+    assert abs(totals.committed - totals.forecast) < abs(totals.committed - totals.expected)
+
+
+def test_hopeless_drafts_are_probed_now_and_then():
+    world = World(table(), table(), share=0.001)
+    world.rounds(4, 400)
+    runs = world.rounds(4, 300)
+    assert {run.plain for run in runs if not run.probe} == {True}
+    assert 2 <= sum(run.probe for run in runs) <= 6
+    totals = world.auto.totals
+    assert totals.plain_rounds > 500 and totals.probe_rounds >= sum(run.probe for run in runs) - 1
+
+
+# --- Times.
+
+
+def run_rounds(auto: AutoBudget, clock: Clock, seconds: list[float], requests: int = 4) -> None:
+    for took in seconds:
+        run = auto.begin_round(requests)
+        clock.launched += took
+        clock.reached = clock.launched
+        auto.end_round(run, None, None, [0] * requests, ["greedy"] * requests)
+
+
+class Observed(CostTable):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        source = table().to_json()
+        super().__init__(
+            {}, {r: s for r, s in source["plain"]}, {16: {(r, t): s for r, t, s in source["drafted"]["16"]}}
+        )
+        self.told: list[tuple[Any, ...]] = []
+
+    def observe(self, *arguments: Any, **others: Any) -> bool:
+        self.told.append(arguments)
+        return super().observe(*arguments, **others)
+
+
+def test_a_round_lasts_until_the_next_one_begins():
+    clock, costs = Clock(), Observed()
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=costs, new_event=clock.event)
+    run = auto.begin_round(4, 1000.0)
+    clock.launched = 0.010
+    auto.begin_round(4, 1004.0)
+    # The device has not come so far: nothing is told, and nothing waits.
+    auto.end_round(run, None, None, [0] * 4, ["greedy"] * 4)
+    assert costs.told == []
+    clock.reached = 0.010
+    auto.end_round(run, None, None, [0] * 4, ["greedy"] * 4)
+    assert costs.told == [(16, 4, run.tokens, pytest.approx(0.010), 1000.0)]
+
+
+def test_what_runs_between_rounds_does_not_count():
+    clock, costs = Clock(), Observed()
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=costs, new_event=clock.event)
+    run_rounds(auto, clock, [0.008] * 3)
+    auto.interrupt()
+    clock.launched += 5.0  # a prefill
+    run_rounds(auto, clock, [0.009] * 3)
+    assert [told[3] for told in costs.told] == pytest.approx([0.008, 0.008, 0.009, 0.009])
+    auto.interrupt()
+    auto.interrupt()
+    run_rounds(auto, clock, [0.009])
+    assert len(costs.told) == 4
+
+
+def test_events_that_never_come_hold_nothing_up():
+    clock, costs = Clock(), Observed()
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=costs, new_event=clock.event)
+    clock.stuck = True
+    run_rounds(auto, clock, [0.008] * 1000)
+    assert costs.told == [] and len(auto._pending) <= ddtree_auto._PENDING and clock.made == 1000
+    clock.stuck = False
+    run_rounds(auto, clock, [0.008])
+    assert len(costs.told) == ddtree_auto._PENDING
+
+
+def test_without_events_or_table_nothing_is_timed():
+    clock = Clock()
+    for auto in (
+        AutoBudget(CONFIG, buckets=BUCKETS, cost=table()),
+        AutoBudget(CONFIG, buckets=BUCKETS, new_event=clock.event),
+    ):
+        run_rounds(auto, clock, [0.008] * 20)
+        assert auto.totals.rounds == 20 and auto.totals.timed == 0 and not auto._pending
+
+
+def test_rounds_whose_numbers_never_come_back_are_not_kept():
+    clock = Clock()
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=table(), new_event=clock.event)
+    for _ in range(1000):
+        auto.begin_round(4)
+    assert len(auto._pending) <= ddtree_auto._PENDING and auto.totals.rounds == 0
+
+
+# --- What comes back.
+
+
+def test_numbers_reach_gain_and_calibration():
+    auto = AutoBudget(CONFIG, buckets=BUCKETS)
+    run = auto.begin_round(3)
+    p = np.full((3, 63), 0.5)
+    before = float(auto.policy.gain.at(3, 30, 16))
+    report = auto.end_round(run, histogram_of(p), [4.0, 2.0, 3.0], [3, 0, 1], ["high", "greedy", "high"])
+    assert float(auto.policy.gain.at(3, 30, 16)) > before
+    assert auto.policy.calibration.ratio("high") == pytest.approx((4 + 200) / (7 + 200))
+    assert auto.policy.calibration.ratio("greedy") == pytest.approx(200 / 202)
+    assert (report.expected, report.committed, report.tokens, report.plain) == (12, 7, 48, False)
+    assert report.forecast == run.forecast
+    # Tensors and arrays do as well.
+    auto.end_round(run, np.array(histogram_of(p)), torch.tensor([4.0, 2.0, 3.0]).tolist(), [3, 0, 1], ["low"] * 3)
+    assert auto.totals.rounds == 2 and auto.totals.expected == 24
+
+
+def test_a_plain_round_tells_no_gain():
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=table())
+    run, before = auto.begin_round(64), auto.policy.gain.at(1, np.array(GRID), 16).tolist()
+    assert run.plain
+    report = auto.end_round(run, None, None, [0] * 64, ["greedy"] * 64)
+    assert (report.plain, report.expected, report.committed, report.forecast) == (True, 64, 64, 64)
+    assert auto.policy.gain.at(1, np.array(GRID), 16).tolist() == before
+
+
+def test_lists_of_unequal_length_are_a_mistake():
+    auto = AutoBudget(CONFIG, buckets=BUCKETS)
+    run = auto.begin_round(2)
+    with pytest.raises(ValueError):
+        auto.end_round(run, [0] * 64, [1.0, 1.0], [0, 0], ["greedy"])
+    with pytest.raises(ValueError, match="histogram"):
+        auto.end_round(run, [0] * 63, [1.0, 1.0], [0, 0], ["greedy"] * 2)
+
+
+def test_classes_of_requests():
+    params = [(1.0, 1), (0.5, -1), (1.0, 50), (1.5, 1 << 30)]
+    reqs = [SimpleNamespace(sampling_params=SimpleNamespace(temperature=t, top_k=k)) for t, k in params]
+    assert request_classes(reqs) == ["greedy", "low", "middle", "high"]
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    assert request_classes([SimpleNamespace(sampling_params=SamplingParams(temperature=0.0))]) == ["greedy"]
+
+
+# --- Metrics.
+
+
+def request(*, finished: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        finished=lambda: finished,
+        is_retracted=False,
+        spec_cap_lens_histogram=[],
+        sampling_params=SimpleNamespace(temperature=1.0, top_k=1),
+    )
+
+
+def test_a_result_brings_its_numbers_back_and_they_are_shown():
+    import prometheus_client
+
+    registry = prometheus_client.CollectorRegistry()
+
+    def registered(kind: Any) -> Any:
+        return lambda *args, **kwargs: kind(*args, registry=registry, **kwargs)
+
+    class Collector:  # hashable, as SGLang's own is
+        _counter_cls = staticmethod(registered(prometheus_client.Counter))
+        _histogram_cls = staticmethod(registered(prometheus_client.Histogram))
+        labels = {"tp_rank": 0}
+
+    processor = SimpleNamespace(
+        server_args=SimpleNamespace(_ddtree_config=CONFIG),
+        metrics_reporter=SimpleNamespace(current_scheduler_metrics_enabled=True),
+        metrics_collector=Collector(),
+    )
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=table())
+    # One of the two ended while the round was under way: its numbers are as good as the other's.
+    batch = SimpleNamespace(reqs=[request(), request(finished=True)])
+    run = auto.begin_round(2, 0.0, Counter(request_classes(batch.reqs)))
+    drafted = DDTreeBatchResult(
+        logits_output=SimpleNamespace(hidden_states=None),
+        copy_done=SimpleNamespace(record=lambda: None),
+        next_token_ids=torch.zeros(2, dtype=torch.int64),
+        round_stats=torch.tensor([[2, 16, 7, 0], [1, 16, 7, 0]]),
+        auto_round=run,
+        histogram=torch.ones(64, dtype=torch.int64),
+        expected=torch.tensor([2.5, 1.5]),
+    )
+    drafted.copy_to_cpu(return_logprob=False)
+    metrics.count_rounds(processor, drafted, batch)
+    plain = DDTreeBatchResult(round_stats=torch.tensor([[0, 1, 0, 0]] * 64), auto_round=auto.begin_round(64))
+    metrics.count_rounds(processor, plain, SimpleNamespace(reqs=[request() for _ in range(64)]))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"sglang:ddtree_{name}", {"tp_rank": "0", **labels})
+
+    assert value("rounds_total") == 65 and value("committed_tokens_sum") == 67
+    assert value("auto_verify_tokens_count") == 2 and value("auto_verify_tokens_sum") == run.tokens + 64
+    assert value("auto_verify_tokens_bucket", le=f"{run.tokens}.0") == 1
+    assert value("auto_plain_rounds_total") == 1 and value("auto_probe_rounds_total") == 0
+    assert value("auto_expected_tokens_total") == 2 + 4 + 64 and value("auto_committed_tokens_total") == 2 + 3 + 64
+    assert value("auto_forecast_tokens_total") == pytest.approx(run.forecast + 64)
+    assert auto.policy.calibration.ratio("greedy") == pytest.approx((3 + 200) / (4 + 200))
+    # Nothing is shown where metrics are off, and it learns all the same.
+    processor.metrics_reporter.current_scheduler_metrics_enabled = False
+    metrics.count_rounds(processor, drafted, batch)
+    assert value("auto_verify_tokens_count") == 2 and auto.totals.rounds == 3
+
+
+def test_a_result_without_auto_is_counted_as_ever():
+    result = DDTreeBatchResult(round_stats=torch.tensor([[2, 16, 7, 0]]))
+    assert (result.auto_round, result.histogram, result.expected) == (None, None, None)
+    req = request()
+    processor = SimpleNamespace(
+        server_args=SimpleNamespace(_ddtree_config=DDTreeConfig(budget=15, block_size=8)),
+        metrics_reporter=SimpleNamespace(current_scheduler_metrics_enabled=False),
+    )
+    metrics.count_rounds(processor, result, SimpleNamespace(reqs=[req]))
+    assert req.spec_cap_lens_histogram[0] == 1
+
+
+# --- Buckets.
+
+
+@given(st.integers(1, 6000), st.integers(1, 63))
+@hypothesis_settings(max_examples=300, deadline=None)
+def test_buckets(max_requests, max_budget):
+    buckets = token_buckets(max_requests, max_budget)
+    assert buckets == tuple(sorted(set(buckets))) and 1 in buckets and len(buckets) <= 24
+    most, everything = buckets[-1], max_requests * (max_budget + 1)
+    assert most == most_tokens(max_requests, max_budget) and max_requests <= most <= everything
+    assert most <= max(1024, 4 * max_requests + 7) and most > min(everything, 1024) - 8
+    assert all(tokens % 8 == 0 for tokens in buckets if tokens > 64)
+    assert all(high <= 2 * low for low, high in zip(buckets, buckets[1:], strict=False))
+    # Where it matters most, no step is above half as much again.
+    assert all(high <= 1.5 * low for low, high in zip(buckets, buckets[1:], strict=False) if 64 <= low < 1024)
+    assert min(max_budget + 1, most) in buckets
+
+
+def test_buckets_of_usual_servers():
+    assert token_buckets(1, 15) == (1, 2, 4, 8, 16)
+    fine = token_buckets(48, 63)
+    assert {64, 96, 128, 160, 192, 224, 256, 320, 384, 448} <= set(fine)
+    assert fine[-1] == token_buckets(256, 63)[-1] == 1024 and token_buckets(300, 63)[-1] == 1200
+    assert token_buckets(8, 63)[-1] == 512
+    for arguments in ((0, 63), (1, 0)):
+        with pytest.raises(ValueError, match="needs a request and a node"):
+            token_buckets(*arguments)
+
+
+def test_numbers_of_requests_to_measure():
+    assert request_grid(1) == (1,) and request_grid(8) == (1, 2, 4, 8) and request_grid(48) == (1, 2, 4, 8, 16, 32, 48)
+
+
+# --- The table of times.
+
+
+def test_costs_are_measured_part_by_part(caplog):
+    calls = Counter()
+
+    def timer(name: str, fixed: float, each: float):
+        def seconds(number: int) -> float:
+            calls[name, number] += 1
+            return fixed + each * number
+
+        return seconds
+
+    caplog.set_level(logging.INFO)
+    made = measure_costs(
+        timer("draft", 0.001, 1e-5),
+        timer("verify", 0.004, 1e-5),
+        timer("commit", 0.0005, 1e-6),
+        (1, 4, 12, 999),
+        (1, 2, 4, 8, 16, 32, 64),
+        16,
+        {"model": "m"},
+        max_budget=5,
+        context={0: 1e-9},
+        context_base=100.0,
+    )
+    assert set(calls.values()) == {1}
+    assert {tokens for name, tokens in calls if name == "verify"} == {1, 2, 4, 8, 16, 32, 64}
+    assert {n for name, n in calls if name == "draft"} == {1, 4, 12}
+    described = made.to_json()
+    cells = {(r, t): s for r, t, s in described["drafted"]["16"]}
+    # Up to R * 6 tokens, rounded up to the next bucket: 6 -> 8, 24 -> 32, 72 -> the last.
+    wanted = {1: (1, 2, 4, 8), 4: (4, 8, 16, 32), 12: (16, 32, 64)}
+    assert set(cells) == {(r, t) for r, totals in wanted.items() for t in totals}
+    assert cells[4, 16] == pytest.approx(0.001 + 4e-5 + 0.004 + 16e-5 + 0.0005 + 4e-6)
+    assert dict(described["plain"])[12] == pytest.approx(0.004 + 16e-5 + 0.0005 + 12e-6)
+    assert made.identity == {"model": "m"} and made.context_base == 100.0 and made.context == {0: 1e-9}
+    (line,) = [record.getMessage() for record in caplog.records if "ms per round" in record.getMessage()]
+    assert "draft width 16" in line and "4: 4.54 plain, 5.58 at 4, 5.70 at 16, 5.86 at 32" in line
+    # It serves.
+    assert AutoBudget(CONFIG, buckets=(1, 2, 4, 8, 16, 32, 64), cost=made).begin_round(4).tokens >= 4
+
+
+def test_no_round_is_shorter_than_the_host_takes_to_launch_it():
+    def verify(tokens: int) -> float:
+        return 1e-4 * tokens
+
+    made = measure_costs(
+        lambda n: 0.001, verify, lambda n: 0.0, (1,), (1, 16, 64), 16, {}, host_drafted=0.004, host_plain=0.002
+    ).to_json()
+    assert dict(made["plain"]) == {1: 0.002}
+    assert [cell[2] for cell in made["drafted"]["16"]] == pytest.approx([0.004, 0.004, 0.0074])
+
+
+def test_buckets_that_hold_nobody_cannot_be_measured():
+    with pytest.raises(ValueError, match="no bucket of .* holds any of the requests"):
+        measure_costs(float, float, float, (8,), (1, 4), 16, {})
+    with pytest.raises(ValueError, match="positive and finite"):
+        measure_costs(lambda n: 0.0, lambda n: math.nan, lambda n: 0.0, (1,), (1, 4), 16, {})
+
+
+def server_args(**fields: Any) -> SimpleNamespace:
+    given = dict(model_path="org/target", tp_size=2, dtype="bfloat16", attention_backend="triton")
+    return SimpleNamespace(**(given | fields))
+
+
+def test_what_a_table_holds_for():
+    base = identity_of(server_args(), CONFIG, (1, 2, 4))
+    assert (base["model"], base["tp_size"], base["budget"], base["buckets"]) == ("org/target", 2, 63, "1,2,4")
+    assert base["torch"] == torch.__version__ and base["sglang"] and base["sglang_ddtree"] and base["gpu"]
+    others = [
+        identity_of(server_args(**{name: "other"}), CONFIG, (1, 2, 4))
+        for name in ("model_path", "dtype", "attention_backend", "quantization", "speculative_draft_model_path")
+    ]
+    others += [
+        identity_of(server_args(tp_size=1), CONFIG, (1, 2, 4)),
+        identity_of(server_args(), CONFIG, (1, 2, 8)),
+        identity_of(server_args(), DDTreeConfig(budget=31, block_size=16, auto=True), (1, 2, 4)),
+    ]
+    paths = {ddtree_cost.cache_path("x", of) for of in [base, *others]}
+    assert len(paths) == len(others) + 1
+
+
+def test_where_tables_are_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("SGLANG_DDTREE_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == Path.home() / ".cache" / "sglang-ddtree"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "sglang-ddtree"
+    monkeypatch.setenv("SGLANG_DDTREE_CACHE_DIR", str(tmp_path / "mine"))
+    assert cache_folder() == tmp_path / "mine"
+    made = []
+    for _ in range(2):
+        cost_table({"model": "a"}, lambda: made.append(1) or table({"model": "a"}))
+    assert len(made) == 1 and len(list((tmp_path / "mine").iterdir())) == 1
+
+
+def test_ranks_measure_together_or_not_at_all(tmp_path):
+    def never() -> CostTable:
+        raise AssertionError("nobody else measures")
+
+    # The first rank has a table, this one has none; and the other way round.
+    assert cost_table({"model": "a"}, never, lambda found: True, tmp_path) is None
+    assert cost_table({"model": "a"}, table, folder=tmp_path) is not None
+    made = []
+    assert cost_table({"model": "a"}, lambda: made.append(1) or table(), lambda found: False, tmp_path) and made
+
+
+def test_the_margins_are_the_policys():
+    assert AutoBudget(CONFIG, buckets=BUCKETS).policy._settings == DEFAULT
