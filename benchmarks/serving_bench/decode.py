@@ -129,8 +129,7 @@ def plans_for(args: argparse.Namespace, modes: Sequence[str], accept_length: str
     plans = []
     for mode in modes:
         rate = rate_of(mode, accept_length)
-        kind, number = servers.kind_of(mode)
-        width = {PLAIN: 1, "dflash": number, "ddtree": number + 1, "shadow": shape.block_size}[kind]
+        width = servers.verify_width(mode, shape.block_size)
         tokens = tokens_per_request(args.rounds, rate, most)
         # Twice the tokens: the prefix cache keeps those of the repetition before, and nothing is evicted while the
         # clock runs. Later ones repeat them, since a forced acceptance commits the same token again and again. Once

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 REQUEST_TIMEOUT_S = 900
 # A stream interval that no answer reaches: the first token and the end are sent at any interval.
@@ -45,6 +46,16 @@ class Stream:
         self.ids = answer.get("output_ids") or self.ids
 
     @property
+    def aborted(self) -> bool:
+        return (self.meta.get("finish_reason") or {}).get("type") == "abort"
+
+    def tokens_until(self, at: float) -> float:
+        """Generated tokens at that time, evenly spread between chunks."""
+        if not self.times or at < self.times[0]:
+            return 0.0
+        return float(np.interp(at, self.times, self.tokens))
+
+    @property
     def num_rounds(self) -> int:
         """Decode rounds of the whole answer. Without speculation a round is a token; prefill brings the first one."""
         return self.meta.get("spec_verify_ct", self.tokens[-1] - 1)
@@ -69,12 +80,30 @@ class Stream:
         return 1000.0 * (self.times[0] - self.sent)
 
 
-async def _generate(
-    session: aiohttp.ClientSession, url: str, ids: Sequence[int], sampling: dict[str, Any], every_round: bool
+async def generate(
+    session: aiohttp.ClientSession,
+    url: str,
+    ids: Sequence[int],
+    sampling: dict[str, Any],
+    *,
+    interval: int | None = None,
+    rid: str | None = None,
+    stream: Stream | None = None,
+    may_abort: bool = False,
 ) -> Stream:
-    params = {"temperature": 0, **sampling, "stream_interval": 1 if every_round else _NEVER}
-    body = {"input_ids": list(ids), "sampling_params": params, "stream": True}
-    stream = Stream(sent=time.perf_counter())
+    """One streamed request.
+
+    Args:
+        interval: tokens between chunks, beside the first one and the end; None: no chunk in between.
+        rid: SGLang's name for the request, to abort it by.
+        stream: filled while the request runs, and returned.
+        may_abort: an aborted request is an answer too, of the tokens so far.
+    Raises:
+        RequestFailed: it was refused or broke off.
+    """
+    params = {"temperature": 0, **sampling, "stream_interval": interval or _NEVER}
+    body = {"input_ids": list(ids), "sampling_params": params, "stream": True, **({"rid": rid} if rid else {})}
+    stream = Stream(sent=time.perf_counter()) if stream is None else stream
     async with session.post(url + "/generate", json=body) as response:
         if response.status != 200:
             raise RequestFailed(f"HTTP {response.status}: {(await response.text())[:500]}")
@@ -88,12 +117,12 @@ async def _generate(
             stream.add(at, answer)
     if not stream.times or stream.meta.get("finish_reason") is None:
         raise RequestFailed("the stream ended without an end")
-    if stream.meta["finish_reason"].get("type") == "abort":
+    if stream.aborted and not may_abort:
         raise RequestFailed(f"aborted: {stream.meta['finish_reason']}")
     return stream
 
 
-def _session() -> aiohttp.ClientSession:
+def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
         connector=aiohttp.TCPConnector(limit=0),
@@ -106,8 +135,8 @@ def all_at_once(url: str, prompts: Sequence[Sequence[int]], sampling: dict[str, 
     """Send all prompts at the same moment; the first one streams every round."""
 
     async def run() -> list[Stream]:
-        async with _session() as session:
-            jobs = [_generate(session, url, ids, sampling, every_round=i == 0) for i, ids in enumerate(prompts)]
+        async with open_session() as session:
+            jobs = [generate(session, url, ids, sampling, interval=None if i else 1) for i, ids in enumerate(prompts)]
             return await asyncio.gather(*jobs)
 
     return asyncio.run(run())
@@ -125,10 +154,10 @@ def closed_loop(
 
     async def worker(session: aiohttp.ClientSession, queue: Iterator[tuple[int, Sequence[int]]]) -> None:
         for index, ids in queue:
-            answers[index] = await _generate(session, url, ids, sampling, every_round=False)
+            answers[index] = await generate(session, url, ids, sampling)
 
     async def run() -> float:
-        async with _session() as session:
+        async with open_session() as session:
             queue = iter(enumerate(prompts))
             start = time.perf_counter()
             await asyncio.gather(*(worker(session, queue) for _ in range(concurrency)))

@@ -21,20 +21,31 @@ from launcher import HOST, ServerProcess, free_port  # noqa: E402
 
 START_TIMEOUT_S = 400
 PLAIN = "plain"
+# DDTREE with one budget for the batch, which follows the load.
+AUTO = "ddtree-auto"
+AUTO_WIDTH = 64
 
 
 def kind_of(mode: str) -> tuple[str, int]:
-    """ "plain", "dflash-WIDTH", "ddtree-BUDGET" or "shadow-BUDGET" in its two parts; 0 stands for "plain" alone.
+    """ "plain", "dflash-WIDTH", "ddtree-BUDGET" or "shadow-BUDGET" in its two parts.
+
+    "plain" and "ddtree-auto" have no number: they are their own kind, with a 0.
 
     Raises:
         ValueError: it is none of them.
     """
     kind, _, number = mode.partition("-")
-    if mode == PLAIN:
-        return PLAIN, 0
+    if mode in (PLAIN, AUTO):
+        return mode, 0
     if kind in ("dflash", "ddtree", "shadow") and number.isdigit() and int(number) > 0:
         return kind, int(number)
     raise ValueError(f"a mode is plain, dflash-WIDTH, ddtree-BUDGET or shadow-BUDGET, got {mode!r}.")
+
+
+def verify_width(mode: str, block_size: int) -> int:
+    """Tokens per request that a round verifies at most."""
+    kind, number = kind_of(mode)
+    return {PLAIN: 1, "dflash": number, "ddtree": number + 1, "shadow": block_size, AUTO: AUTO_WIDTH}[kind]
 
 
 def label(mode: str) -> str:
@@ -42,6 +53,7 @@ def label(mode: str) -> str:
     kind, number = kind_of(mode)
     return {
         PLAIN: "no speculation",
+        AUTO: "DDTREE, auto",
         "dflash": f"DFLASH, width {number}",
         "ddtree": f"DDTREE, budget {number}",
         "shadow": f"DDTREE, shadow-linear, budget {number}",
@@ -80,7 +92,8 @@ def mode_flags(mode: str, drafter: Path, topk_cap: int) -> list[str]:
         return [*flags, "--speculative-dflash-block-size", str(number)]
     if kind == "shadow":
         flags.append("--speculative-ddtree-shadow-linear")
-    return [*flags, "--speculative-ddtree-budget", str(number), "--speculative-ddtree-topk-cap", str(topk_cap)]
+    budget = "auto" if kind == AUTO else str(number)
+    return [*flags, "--speculative-ddtree-budget", budget, "--speculative-ddtree-topk-cap", str(topk_cap)]
 
 
 def has_gpu() -> bool:

@@ -41,6 +41,8 @@ CACHE_VARIABLE = "SGLANG_DDTREE_CACHE_DIR"
 # Rounds whose end has not been seen yet. Overlap scheduling has two under way; an event that never comes is given up.
 _PENDING = 8
 _MOST_BUCKETS = 24
+# A decision, and learning from its round, is 0.2 ms of the host's time, which a round of few requests may notice.
+_FEW_REQUESTS = 8
 _MOST_TOKENS = 1024
 
 
@@ -114,6 +116,7 @@ class AutoRound:
         requests: running, R.
         forecast: committed tokens that the policy expected when it decided.
         probe: drafted to learn what drafts are worth, not because it pays.
+        fresh: decided now; else it is as the round before, and nothing is learnt from it but what it committed.
     """
 
     owner: AutoBudget
@@ -123,6 +126,7 @@ class AutoRound:
     requests: int
     forecast: float
     probe: bool
+    fresh: bool = True
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,8 @@ class AutoBudget:
             budget if that is less.
         plain: whether plain rounds can be run.
         settings: the policy's margins.
+        every: with at most 8 requests only one round in so many is decided and learnt from, as long as their number
+            stays; not under tensor parallelism, where ranks must decide in the same rounds.
 
     Attributes:
         policy: the policy, with its gain curve, cost table and calibration.
@@ -219,6 +225,7 @@ class AutoBudget:
         cost: CostTable | None = None,
         plain: bool = True,
         settings: Settings = DEFAULT,
+        every: int = 1,
     ) -> None:
         widths = tuple(draft_widths) if draft_widths else (config.require_block_size(),)
         self.buckets = tuple(sorted(set(buckets)))
@@ -234,6 +241,9 @@ class AutoBudget:
         )
         self._decide, self._new_event = decide, new_event
         self._running: _Timed | None = None
+        self._last: AutoRound | None = None
+        self._repeated = 0
+        self._every = every if decide is None else 1
         self._pending: deque[_Timed] = deque(maxlen=_PENDING)
 
     @property
@@ -258,15 +268,19 @@ class AutoBudget:
         Raises:
             ValueError: as `ddtree_policy.choose`.
         """
+        last = self._last
+        if last is not None and last.requests == requests <= _FEW_REQUESTS and self._repeated < self._every - 1:
+            self._repeated += 1
+            if self._repeated == 1:
+                self._end_running()
+            return replace(last, fresh=False, probe=False)
         choice = self.policy.next_round(requests, context_tokens, classes)
         if self._decide is not None:
             choice = self._follow(choice, self._decide((choice.draft_width, choice.tokens)), requests)
         if self._new_event is not None:
-            now = self._new_event()
-            if self._running is not None:
-                self._pending.append(replace(self._running, end=now))
+            now = self._end_running() or self._new_event()
             self._running = _Timed(choice.draft_width, requests, choice.tokens, context_tokens, now)
-        return AutoRound(
+        made = AutoRound(
             owner=self,
             plain=choice.draft_width == 0,
             tokens=choice.tokens,
@@ -275,6 +289,18 @@ class AutoBudget:
             forecast=choice.committed,
             probe=choice.probe,
         )
+        # A probe is one round, whatever it learns.
+        self._last, self._repeated = None if made.probe else made, 0
+        return made
+
+    def _end_running(self) -> Any:
+        """The event that ends the round that is timed, if one is."""
+        if self._running is None or self._new_event is None:
+            return None
+        now = self._new_event()
+        self._pending.append(replace(self._running, end=now))
+        self._running = None
+        return now
 
     def _follow(self, own: Choice, decided: tuple[int, int], requests: int) -> Choice:
         """The first rank's choice, of which only the shape is known."""
@@ -311,12 +337,14 @@ class AutoBudget:
             classes_of_requests: [R], of `request_classes`.
         """
         requests = len(accepted)
-        if histogram is not None and round.draft_width:
+        if histogram is not None and round.draft_width and round.fresh:
             gain = self.policy.gain
             drafts = expected_gain(histogram, gain.points * requests) / max(requests, 1)
             gain.observe(requests, {round.draft_width: drafts})
         drafted = 0.0
-        if expected is not None:
+        if expected is not None and not round.fresh:
+            drafted = float(sum(expected))
+        elif expected is not None:
             sums: dict[str, tuple[float, int]] = {}
             for name, probable, taken in zip(classes_of_requests, expected, accepted, strict=True):
                 before = sums.get(name, (0.0, 0))

@@ -75,6 +75,9 @@ from sglang_ddtree.requirements import check_loaded_target, device_round
 
 logger = logging.getLogger(__name__)
 
+# Under the budget auto, with few requests.
+_DECIDE_EVERY = 4
+
 
 class DDTreeWorker(DFlashWorkerV2):
     """Speculative worker of ``--speculative-algorithm DDTREE``.
@@ -169,6 +172,7 @@ class DDTreeWorker(DFlashWorkerV2):
             buckets=buckets,
             decide=partial(_first_ranks, group) if group.world_size > 1 else None,
             new_event=_recorded_event if torch.device(self.device).type == "cuda" else None,
+            every=_DECIDE_EVERY,
         )
         commits = self._commit_graphs
         if not isinstance(commits, PackedCommitGraphs):
