@@ -166,4 +166,5 @@ def _end_auto_round(auto_round: Any, result: Any, reqs: Sequence[Any], rows: Seq
 
     histogram, expected = (None if x is None else x.tolist() for x in (result.histogram, result.expected))
     accepted = [numbers[0] for numbers in rows]
-    return auto_round.owner.end_round(auto_round, histogram, expected, accepted, request_classes(reqs))
+    classes = [] if expected is None else request_classes(reqs)
+    return auto_round.owner.end_round(auto_round, histogram, expected, accepted, classes)

@@ -136,7 +136,8 @@ class AutoReport:
     Attributes:
         plain, probe, tokens: as in `AutoRound`.
         forecast: committed tokens that the policy expected when it decided: from earlier rounds, calibrated.
-        expected: committed tokens by the drafter's own probabilities of the nodes that were verified, not calibrated.
+        expected: committed tokens by the drafter's own probabilities of the nodes that were verified, not calibrated;
+            the forecast of a round that tells nothing, because it was not decided anew.
         committed: committed tokens.
     """
 
@@ -188,6 +189,8 @@ class _Timed:
     context_tokens: float
     start: Any
     end: Any = None
+    done: Any = None
+    host_bound: bool = False
 
 
 class AutoBudget:
@@ -256,14 +259,17 @@ class AutoBudget:
         self.policy.cost = table
 
     def begin_round(
-        self, requests: int, context_tokens: float = 0.0, classes: Mapping[str, int] | None = None
+        self,
+        requests: int,
+        context_tokens: float = 0.0,
+        classes: Mapping[str, int] | Callable[[], Mapping[str, int]] | None = None,
     ) -> AutoRound:
         """Decide a round, just before the first of its kernels is launched. Mutates the policy.
 
         Args:
             requests: running, at least 1.
             context_tokens: committed tokens of all requests, roughly.
-            classes: requests per class of temperature, counts of `request_classes`.
+            classes: requests per class of temperature, counts of `request_classes`, or what gives them if asked.
 
         Raises:
             ValueError: as `ddtree_policy.choose`.
@@ -274,7 +280,7 @@ class AutoBudget:
             if self._repeated == 1:
                 self._end_running()
             return replace(last, fresh=False, probe=False)
-        choice = self.policy.next_round(requests, context_tokens, classes)
+        choice = self.policy.next_round(requests, context_tokens, classes() if callable(classes) else classes)
         if self._decide is not None:
             choice = self._follow(choice, self._decide((choice.draft_width, choice.tokens)), requests)
         if self._new_event is not None:
@@ -297,10 +303,18 @@ class AutoBudget:
         """The event that ends the round that is timed, if one is."""
         if self._running is None or self._new_event is None:
             return None
+        running = self._running
+        # Whether the device already waits for what is launched next.
+        host_bound = running.done is not None and bool(running.done.query())
         now = self._new_event()
-        self._pending.append(replace(self._running, end=now))
+        self._pending.append(replace(running, end=now, host_bound=host_bound))
         self._running = None
         return now
+
+    def launched(self) -> None:
+        """All of the round that began last has been launched."""
+        if self._running is not None and self._running.done is None and self._new_event is not None:
+            self._running = replace(self._running, done=self._new_event())
 
     def _follow(self, own: Choice, decided: tuple[int, int], requests: int) -> Choice:
         """The first rank's choice, of which only the shape is known."""
@@ -331,20 +345,18 @@ class AutoBudget:
         Args:
             round: of `begin_round`.
             histogram: [64], drafted nodes of all requests by -score, `ddtree_ragged.Allotment.histogram`; None in a
-                plain round.
-            expected: [R], `ddtree_ragged.Allotment.expected`; None in a plain round.
+                plain round, and in one that is not fresh.
+            expected: [R], `ddtree_ragged.Allotment.expected`; None likewise.
             accepted: [R], accepted drafts of every request of the round, whether it is still running or not.
-            classes_of_requests: [R], of `request_classes`.
+            classes_of_requests: [R], of `request_classes`; read only with ``expected``.
         """
         requests = len(accepted)
-        if histogram is not None and round.draft_width and round.fresh:
+        if histogram is not None and round.draft_width:
             gain = self.policy.gain
             drafts = expected_gain(histogram, gain.points * requests) / max(requests, 1)
             gain.observe(requests, {round.draft_width: drafts})
         drafted = 0.0
-        if expected is not None and not round.fresh:
-            drafted = float(sum(expected))
-        elif expected is not None:
+        if expected is not None:
             sums: dict[str, tuple[float, int]] = {}
             for name, probable, taken in zip(classes_of_requests, expected, accepted, strict=True):
                 before = sums.get(name, (0.0, 0))
@@ -358,7 +370,7 @@ class AutoBudget:
             probe=round.probe,
             tokens=round.tokens,
             forecast=round.forecast,
-            expected=requests + drafted,
+            expected=requests + drafted if expected is not None or round.plain else round.forecast,
             committed=requests + sum(accepted),
         )
         self.totals.add(report)
@@ -371,8 +383,9 @@ class AutoBudget:
             if self.cost is None:
                 continue
             seconds = timed.start.elapsed_time(timed.end) / 1000
-            arguments = (timed.draft_width, timed.requests, timed.tokens, seconds, timed.context_tokens)
-            self.totals.timed += self.cost.observe(*arguments)
+            self.totals.timed += self.cost.observe(
+                timed.draft_width, timed.requests, timed.tokens, seconds, timed.context_tokens, timed.host_bound
+            )
 
 
 def request_classes(reqs: Iterable[Any]) -> list[str]:

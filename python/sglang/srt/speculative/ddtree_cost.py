@@ -30,6 +30,8 @@ _CLIP, _OUTLIER = 0.2, math.log(2)
 # ... unless so many in a row say the same: then the machine has changed.
 _PATIENCE = 16
 _POINT_BOUND, _SHARED_BOUND = math.log(2), math.log(4)
+# How fast the host's own time is believed, and its least share in a plain round where only drafting ones were seen.
+_HOST_RATE, _PLAIN_SHARE = 0.2, 0.6
 
 
 def isotonic(values: np.ndarray) -> np.ndarray:
@@ -76,6 +78,28 @@ def _check(what: str, key: Sequence[int], seconds: float) -> None:
         raise ValueError(f"{what}: requests and tokens must be at least 1, got {list(key)}.")
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError(f"{what} at {list(key)}: seconds must be positive and finite, got {seconds}.")
+
+
+class _HostTimes:
+    """Seconds that the host was seen to need for rounds of so many requests, whatever they verified.
+
+    More requests never take it less, so that what was seen of fewer is a bound for more.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, float] = {}
+
+    def observe(self, requests: int, seconds: float) -> None:
+        before = self._seen.get(requests, seconds)
+        self._seen[requests] = before + _HOST_RATE * (seconds - before)
+
+    def bound(self, requests: int, seconds: float) -> None:
+        """A round of so many requests took no longer: nor does the host need longer, for them or for fewer."""
+        for seen in [seen for seen in self._seen if seen <= requests]:
+            self._seen[seen] = min(self._seen[seen], seconds)
+
+    def at(self, requests: int) -> float:
+        return max((seconds for seen, seconds in self._seen.items() if seen <= requests), default=0.0)
 
 
 class CostTable:
@@ -128,6 +152,7 @@ class CostTable:
             self._drafted[width] = {requests: _Row(row) for requests, row in rows.items()}
         self._shared = 0.0
         self._outliers = 0
+        self._host_plain, self._host_drafted = _HostTimes(), _HostTimes()
 
     @property
     def has_plain(self) -> bool:
@@ -142,7 +167,9 @@ class CostTable:
     def plain_seconds(self, requests: int, context_tokens: float = 0.0) -> float:
         """Expected seconds of a plain round; arguments as in `seconds`."""
         assert self._plain is not None, "plain rounds were not measured: look at has_plain"
-        return float(self._plain.at(requests)) * math.exp(self._shared) + self._context(0, requests, context_tokens)
+        device = float(self._plain.at(requests)) * math.exp(self._shared) + self._context(0, requests, context_tokens)
+        host = max(self._host_plain.at(requests), _PLAIN_SHARE * self._host_drafted.at(requests))
+        return max(device, host)
 
     def seconds(
         self, draft_width: int, requests: int, tokens: np.ndarray | int, context_tokens: float = 0.0
@@ -173,13 +200,20 @@ class CostTable:
             # At equal tokens per request, for which both rows have times; a + b R + c T comes out exactly.
             share = (n - low) / (high - low)
             curve = (1 - share) * rows[low].at(x * low / n) + share * rows[high].at(x * high / n)
-        return curve * beyond * math.exp(self._shared) + self._context(draft_width, requests, context_tokens)
+        device = curve * beyond * math.exp(self._shared) + self._context(draft_width, requests, context_tokens)
+        return np.maximum(device, max(self._host_plain.at(requests), self._host_drafted.at(requests)))
 
     def _context(self, draft_width: int, requests: int, context_tokens: float) -> float:
         return self.context.get(draft_width, 0.0) * max(context_tokens - requests * self.context_base, 0.0)
 
     def observe(
-        self, draft_width: int, requests: int, tokens: int, seconds: float, context_tokens: float = 0.0
+        self,
+        draft_width: int,
+        requests: int,
+        tokens: int,
+        seconds: float,
+        context_tokens: float = 0.0,
+        host_bound: bool = False,
     ) -> bool:
         """Take in a round's measured time, slowly. Mutates the corrections.
 
@@ -190,6 +224,8 @@ class CostTable:
         Args:
             draft_width: 0 for a plain round.
             seconds: from the round's beginning to the next one's, with nothing else (a prefill) between.
+            host_bound: the device had nothing left to do when the next round was launched. Then it is the host that
+                takes so long, for any round of so many requests, and nothing is learnt about the device.
 
         Returns:
             Whether it counted; rounds that the table does not cover do not.
@@ -200,6 +236,11 @@ class CostTable:
             rows = dict(self._drafted.get(draft_width, {}))
         if not rows or not (math.isfinite(seconds) and seconds > 0):
             return False
+        host = self._host_drafted if draft_width else self._host_plain
+        if host_bound:
+            host.observe(requests, seconds)
+            return True
+        host.bound(requests, seconds)
         expected = (
             self.plain_seconds(requests, context_tokens)
             if draft_width == 0

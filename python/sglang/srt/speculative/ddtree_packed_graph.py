@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.speculative import ddtree_ragged_kernels
+from sglang.srt.speculative import ddtree_ragged, ddtree_ragged_kernels
 from sglang.srt.speculative.ddtree_commit_graph import Capture, TreeBuffers, VerifyTail
 from sglang.srt.speculative.ddtree_kv_move import move_accepted
 from sglang.srt.speculative.ddtree_ragged import (
@@ -107,6 +107,9 @@ class PackedCommitGraphs:
         self._nodes = allocate_packed(self.most_tokens, self._trees.whole.ancestor_bits.shape[2], self._device)
         for name in vars(self._nodes):
             getattr(self._nodes, name).zero_()
+        # Views, made once.
+        self._rows_of: dict[int, PackedNodes] = {}
+        self._shares: dict[int, Allotment] = {}
         self._places = {bs: self._allocate(bs) for bs in self._sizes}
         self._replay = {bs: capture(partial(self._run, bs)) for bs in reversed(self._sizes)}
 
@@ -134,7 +137,13 @@ class PackedCommitGraphs:
         bs, bits = dense.tokens.shape[0], tree.ancestor_bits
         assert bits is not None
         share = self._share_of(bs)
-        ddtree_ragged_kernels.allot_nodes(dense.scores, dense.num_nodes, total, out=share)
+        if bs <= ddtree_ragged_kernels.MAX_REQUESTS:
+            ddtree_ragged_kernels.allot_nodes(dense.scores, dense.num_nodes, total, out=share, validate=False)
+        else:
+            # More than the kernel holds: a dozen launches, in a round that is long.
+            wide = ddtree_ragged.allot_nodes(dense.scores, dense.num_nodes, total)
+            for name, tensor in vars(wide).items():
+                getattr(share, name).copy_(tensor)
         size = self._size(bs)
         if bs < size:
             # Requests that fill the graph up begin behind all rows, and so have none.
@@ -150,6 +159,8 @@ class PackedCommitGraphs:
             req_to_token,
             total,
             out=nodes,
+            # Its own buffers, and those of the batch are as in a round before.
+            validate=False,
         )
         return PackedTree(dense, share, nodes)
 

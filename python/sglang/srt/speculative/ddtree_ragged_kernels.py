@@ -75,7 +75,12 @@ _FIRST_BIN = tl.constexpr(FIRST_BIN)
 
 
 def allot_nodes(
-    scores: torch.Tensor, num_nodes: torch.Tensor, total: int, *, out: Allotment | None = None
+    scores: torch.Tensor,
+    num_nodes: torch.Tensor,
+    total: int,
+    *,
+    out: Allotment | None = None,
+    validate: bool = True,
 ) -> Allotment:
     """Share ``total`` verify tokens among a batch in one launch: bit for bit `ddtree_ragged.allot_nodes`.
 
@@ -84,6 +89,7 @@ def allot_nodes(
         num_nodes: int64 [bs], contiguous, as there.
         total: T, at least bs.
         out: buffers of exactly this batch (see `ddtree_ragged.allocate_allotment`), overwritten and returned.
+        validate: look at shapes and dtypes; with the same buffers round after round, once is enough.
 
     Returns:
         An `Allotment`: new tensors, or ``out``.
@@ -91,10 +97,11 @@ def allot_nodes(
     Raises:
         ValueError: a shape, dtype, device, ``total`` or a limit is not as above.
     """
-    bs, cap = check_allotment(scores, num_nodes, total)
+    bs, cap = check_allotment(scores, num_nodes, total) if validate else scores.shape
     if bs > MAX_REQUESTS:
         raise ValueError(f"a batch must have at most {MAX_REQUESTS} requests, got {bs}.")
-    out = _buffers(out, allocate_allotment, bs, device=scores.device)
+    if validate or out is None:
+        out = _buffers(out, allocate_allotment, bs, device=scores.device)
     requests = max(_LEAST_REQUESTS, triton.next_power_of_2(bs))
     nodes = triton.next_power_of_2(cap)
     _allot_kernel[(1,)](
@@ -202,6 +209,7 @@ def pack_nodes(
     total: int,
     *,
     out: PackedNodes | None = None,
+    validate: bool = True,
 ) -> PackedNodes:
     """Lay the kept nodes of all requests one behind the other in one launch: as `ddtree_ragged.pack_nodes`.
 
@@ -214,6 +222,7 @@ def pack_nodes(
         req_to_token: int32 [R, L].
         total: T, at least qo_indptr[bs], which is not checked; no access leaves its tensor.
         out: buffers of exactly ``total`` rows (see `ddtree_ragged.allocate_packed`), overwritten and returned.
+        validate: look at shapes and dtypes; with the same buffers round after round, once is enough.
 
     All tensors are contiguous and on one device; meanings as there.
 
@@ -223,10 +232,11 @@ def pack_nodes(
     Raises:
         ValueError: a shape, dtype, device or ``total`` is not as above.
     """
-    bs, cap, words = check_pack(
-        tokens, depths, ancestor_bits, qo_indptr, seq_lens, req_pool_indices, req_to_token, total
-    )
-    out = _buffers(out, allocate_packed, total, words, device=tokens.device)
+    if validate:
+        check_pack(tokens, depths, ancestor_bits, qo_indptr, seq_lens, req_pool_indices, req_to_token, total)
+    bs, cap, words = ancestor_bits.shape
+    if validate or out is None:
+        out = _buffers(out, allocate_packed, total, words, device=tokens.device)
     # One program per request and one for the tail.
     _pack_kernel[(bs + 1,)](
         tokens,

@@ -166,7 +166,11 @@ class TorchRound:
         """Share ``total`` verify tokens among the trees; the rest as in `ddtree_ragged.pack_nodes`."""
         steps, nodes = self._ragged, tree.tree
         bits = bit_mask(nodes.visible) if tree.ancestor_bits is None else tree.ancestor_bits
-        share = steps.allot_nodes(nodes.scores, nodes.num_nodes, total)
+        # The kernel's limit; by PyTorch any number.
+        allot = (
+            steps.allot_nodes if len(nodes.tokens) <= ddtree_ragged_kernels.MAX_REQUESTS else ddtree_ragged.allot_nodes
+        )
+        share = allot(nodes.scores, nodes.num_nodes, total)
         packed = steps.pack_nodes(
             nodes.tokens, nodes.depths, bits, share.qo_indptr, seq_lens, req_pool_indices, req_to_token, total
         )

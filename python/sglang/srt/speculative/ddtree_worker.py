@@ -198,6 +198,8 @@ class DDTreeWorker(DFlashWorkerV2):
         self._commit_graphs = None
         if not self._commits_on_device() or not isinstance(runner, DDTreeVerifyGraphRunner):
             return
+        # Warming up runs what will be captured: with the dummy slot, not with those of whatever ran last.
+        runner.buffers.reset_index_buffers()
         context, capture = cuda_capture(self.device)
         original = self._fused_kv_helper
         graphs = PackedCommitGraphs if self.config.auto else CommitGraphs
@@ -309,7 +311,7 @@ class DDTreeWorker(DFlashWorkerV2):
         """What this round verifies, decided before anything of it runs: see `ddtree_round.RoundShape`."""
         if self._auto is None:
             return None
-        classes = Counter(request_classes(batch.reqs))
+        classes = partial(_count_classes, batch.reqs)
         self._auto_round = self._auto.begin_round(len(batch.seq_lens), classes=classes)
         return "plain" if self._auto_round.plain else self._auto_round.tokens
 
@@ -662,8 +664,10 @@ class DDTreeWorker(DFlashWorkerV2):
     ) -> DDTreeBatchResult:
         """``told``: histogram and expected drafts of a packed round, of `ddtree_ragged.Allotment`."""
         auto_round, self._auto_round = self._auto_round, None
+        if self._auto is not None:
+            self._auto.launched()
         histogram, expected = told if told is not None and auto_round is not None else (None, None)
-        if auto_round is not None and auto_round.plain:
+        if auto_round is not None and (auto_round.plain or not auto_round.fresh):
             histogram = expected = None
         return DDTreeBatchResult(
             logits_output=logits_output,
@@ -743,6 +747,10 @@ class DDTreeWorker(DFlashWorkerV2):
             cache_loc_2d=plan.kv_to,
             commit_lens=plan.accept_lens,
         )
+
+
+def _count_classes(reqs: Any) -> Counter[str]:
+    return Counter(request_classes(reqs))
 
 
 def _recorded_event() -> Any:
