@@ -69,7 +69,10 @@ def _dummy_verify_input_hook(
         return original(spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker)
     from sglang.srt.speculative.dflash_info import DDTreeVerifyInput
 
-    return DDTreeVerifyInput.create_dummy_input(config_of(server_args), custom_mask)
+    info = DDTreeVerifyInput.create_dummy_input(config_of(server_args), custom_mask)
+    # With packed graphs it is not the verify width.
+    info.draft_token_num = num_tokens_per_req
+    return info
 
 
 def _state_memory_hook(original: Callable[..., float], self: Any, total_rest_memory: float) -> float:

@@ -370,6 +370,7 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
         ),
         "sglang.srt.utils.async_probe.sanitize_nan_logits": None,
         "sglang.srt.distributed.parallel_state.graph_capture": ("stream",),
+        "sglang.srt.utils.common.get_cuda_graph_batch_size_alignment": ("server_args",),
         "sglang.srt.model_executor.runner_utils.pool.get_or_create_global_graph_memory_pool": ("device_module",),
         "sglang.kernels.ops.speculative.fused_kv_materialize.FusedKVMaterializeHelper._ensure_workspace": (
             "self",

@@ -232,8 +232,16 @@ def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTre
         fields: constructor arguments of ``ServerArgs``, those of `defaults_for` included.
 
     Raises:
-        FlagError: auto was asked for, and an attention backend of the target knows no packed rounds.
+        FlagError: auto was asked for, and an attention backend of the target knows no packed rounds, or the graphs of
+            packed rounds cannot be had.
     """
+    for field, value in (
+        ("disable_cuda_graph_padding", "its graphs hold any requests that fit"),
+        ("enable_two_batch_overlap", "its graphs do not split a batch in two"),
+    ):
+        if fields.get(field):
+            flag = f"--{field.replace('_', '-')}"
+            config = settle_auto(config, f"{flag}: {value}", f"Drop {flag}")
     for phase in _PHASE_BACKENDS:
         field = phase if fields.get(phase) is not None else "attention_backend"
         if fields.get(field) not in PACKED_BACKENDS:

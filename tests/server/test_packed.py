@@ -14,6 +14,7 @@ import pytest
 from pairs import BLOCK_SIZE, DEVICE_ROUND, Pair
 from serving import Server, output_ids
 from test_logprobs import ASKED, PARTS, assert_alike
+from test_sampled import Exact, check_distribution
 
 DEPTH = BLOCK_SIZE - 1
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"x"), list(b"0123456789 " * 6)]
@@ -125,3 +126,8 @@ def test_logprobs(qwen3: Pair) -> None:
         assert got["output_ids"] == want["output_ids"]
         for part in PARTS:
             assert_alike(got["meta_info"][part], want["meta_info"][part], part)
+
+
+def test_sampled_tokens_follow_the_targets_distribution(qwen3: Pair) -> None:
+    exact = Exact(qwen3.target, {"temperature": 1.0, "top_k": 4})
+    check_distribution(qwen3, exact, 0.05, packed(qwen3, "torch"), ranks=[[1, 0, 0, 0, 0, 0, 0]])

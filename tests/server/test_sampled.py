@@ -14,7 +14,7 @@ import pytest
 import scipy.stats
 import torch
 from pairs import BLOCK_SIZE, Pair
-from serving import output_ids
+from serving import Server, output_ids
 
 PROMPT = list(b"sample from here")
 SAMPLES = 1600
@@ -90,11 +90,11 @@ def chi_square_p(observed: list[tuple[int, ...]], exact: dict[tuple[int, ...], f
     return scipy.stats.chisquare(seen, [e * len(observed) / total for _, e in cells]).pvalue
 
 
-def sample(pair: Pair, params: dict, count: int = SAMPLES) -> tuple[list[tuple[int, ...]], float]:
+def sample(server: Server, params: dict, count: int = SAMPLES) -> tuple[list[tuple[int, ...]], float]:
     sampling = {**params, "max_new_tokens": TOKENS, "ignore_eos": True}
     sequences, rounds, drafts = [], 0, 0
     for _ in range(count // 200):
-        answers = pair.tree.generate([PROMPT] * 200, **sampling)
+        answers = server.generate([PROMPT] * 200, **sampling)
         sequences += [tuple(ids) for ids in output_ids(answers)]
         rounds += sum(a["meta_info"]["spec_verify_ct"] for a in answers)
         drafts += sum(a["meta_info"]["spec_num_correct_drafts"] for a in answers)
@@ -116,10 +116,12 @@ def wrong_candidates(exact: Exact) -> dict:
     return {"fixed": rows + [rows[-1]] * (positions - 2), "logprobs": [logprobs] * positions}
 
 
-def check_distribution(pair: Pair, exact: Exact, accepted_drafts: float, **script: Any) -> None:
+def check_distribution(
+    pair: Pair, exact: Exact, accepted_drafts: float, server: Server | None = None, **script: Any
+) -> None:
     """The served tokens follow ``exact``; fewer accepted drafts per round would not have exercised the walk."""
     pair.script(**script)
-    observed, accepted = sample(pair, exact.params)
+    observed, accepted = sample(server or pair.tree, exact.params)
     assert chi_square_p(observed, exact.sequences(PROMPT, TOKENS)) > P_VALUE
     assert accepted > accepted_drafts
 
@@ -145,7 +147,7 @@ def test_the_test_can_fail(qwen3: Pair) -> None:
     qwen3.script()
     greedy = tuple(output_ids(qwen3.tree.generate([PROMPT], max_new_tokens=TOKENS, ignore_eos=True))[0])
     assert chi_square_p([greedy] * SAMPLES, exact.sequences(PROMPT, TOKENS)) < P_VALUE
-    observed, _ = sample(qwen3, params)
+    observed, _ = sample(qwen3.tree, params)
     assert chi_square_p(observed, exact.sequences(PROMPT, TOKENS)) > P_VALUE
     another = Exact(qwen3.target, {"temperature": 0.6, "top_k": 3}).sequences(PROMPT, TOKENS)
     assert chi_square_p(observed, another) < P_VALUE

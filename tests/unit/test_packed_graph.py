@@ -75,6 +75,14 @@ def test_equals_the_same_steps_one_by_one(seed: int) -> None:
         server.buffers.seq_lens[:raw] = moved_to[0]
         server.buffers.out_cache_loc[:total] = packed.nodes.slots
         server.forward(total)
+        # Behind the last row lies what a larger round left: let it match the tree that an earlier round left there.
+        size = graphs._size(raw)
+        if raw < size and total < max(TOTALS):
+            stale = graphs._trees.whole
+            server.tail.choices[starts[raw]] = stale.tokens[raw, 1]
+            server.buffers.out_cache_loc[starts[raw] : starts[raw] + 8] = torch.arange(150, 158)[
+                : max(TOTALS) - starts[raw]
+            ].to(DEVICE)
         if raw == 2:
             # A sampled round: other choices than the likeliest.
             choices = (choices + 1) % 20
@@ -98,6 +106,9 @@ def test_equals_the_same_steps_one_by_one(seed: int) -> None:
         if not plain:
             assert torch.equal(done.histogram.cpu(), wanted.share.histogram)
             assert torch.equal(done.expected.cpu(), wanted.share.expected)
+        # What fills the graph up, whatever an earlier round left there for it to walk.
+        rest = graphs._places[graphs._size(raw)].walk
+        assert not rest.kv_to[raw:].any() and not rest.kv_from[raw:].any()
         for got, x in zip(buffers, moved, strict=True):
             # Slot 0 is SGLang's dummy.
             assert torch.equal(got.cpu()[1:], x[1:])

@@ -619,6 +619,17 @@ def test_auto_needs_a_backend_that_packs(fields, named, monkeypatch):
     assert requirements.settle_auto_by_fields(by_default, fields) == number
 
 
+@pytest.mark.parametrize("field", ["disable_cuda_graph_padding", "enable_two_batch_overlap"])
+def test_auto_needs_graphs_that_hold_any_batch(field, monkeypatch):
+    pretend_gpu(monkeypatch)
+    fields = {"attention_backend": "triton", field: True}
+    flag = f"--{field.replace('_', '-')}"
+    with pytest.raises(FlagError, match=f"budget auto here: {flag}.*Drop {flag}, or give a number"):
+        requirements.settle_auto_by_fields(AUTO, fields)
+    by_default = dataclasses.replace(AUTO, auto_by_default=True)
+    assert requirements.settle_auto_by_fields(by_default, fields) == DDTreeConfig()
+
+
 def test_auto_needs_a_target_without_recurrent_layers():
     arguments = SimpleNamespace(model_path="org/target")
     hybrid_target, number = model_config(configs.Qwen3_5Config()), DDTreeConfig(allow_hybrid_unsafe=True)

@@ -176,8 +176,13 @@ def packed_runner(auto: bool) -> DDTreeVerifyGraphRunner:
     return runner
 
 
-def test_packed_graphs_are_keyed_by_tokens() -> None:
+def test_packed_graphs_are_keyed_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = packed_runner(True)
+    monkeypatch.setattr(ddtree_graph_runner, "get_cuda_graph_batch_size_alignment", lambda server_args: 4)
+    # Where tensor parallelism deals tokens out, in multiples of its size.
+    assert set(runner._build_ragged_verify_token_buckets()) >= {4, 8, 64}
+    assert all(total % 4 == 0 for total in runner._build_ragged_verify_token_buckets())
+    monkeypatch.setattr(ddtree_graph_runner, "get_cuda_graph_batch_size_alignment", lambda server_args: 1)
     assert runner.ragged_verify_mode
     runner.capture_num_tokens = totals = runner._build_ragged_verify_token_buckets()
     # One request's roots up to what SGLang sized its buffers for.

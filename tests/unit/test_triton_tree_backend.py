@@ -724,4 +724,4 @@ if not INTERPRETED:
             assert bool(out.isfinite().all())
 
     def test_the_backend_in_the_interpreter():
-        assert_passes_in_the_interpreter(__file__, timeout=800)
+        assert_passes_in_the_interpreter(__file__)

@@ -644,4 +644,4 @@ if not INTERPRETED:
             ]
 
     def test_the_kernels_in_the_interpreter():
-        assert_passes_in_the_interpreter(__file__, timeout=800)
+        assert_passes_in_the_interpreter(__file__)

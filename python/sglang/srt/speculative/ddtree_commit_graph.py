@@ -10,6 +10,7 @@ Letters in shapes: bs requests, N nodes per tree, P places of a path.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -151,7 +152,8 @@ class CommitGraphs:
     ):
         assert tail.choices is not None, "the target's graphs have not been captured"
         sizes: list[int] = list(runner.capture_bs)
-        self.runner, self._tail, self._max_depth, self._nodes = runner, tail, max_depth, budget + 1
+        self._runner, self._tail = weakref.ref(runner), tail
+        self._max_depth, self._nodes = max_depth, budget + 1
         self._seq_lens, self._slots = runner.buffers.seq_lens, runner.buffers.out_cache_loc
         for name in ("seq_lens", "out_cache_loc"):
             if getattr(runner.buffers, name).dtype != torch.int64:
@@ -163,6 +165,11 @@ class CommitGraphs:
         self._places = {bs: self._allocate(bs, device) for bs in sizes}
         # From the largest down: the smaller ones fit into its memory.
         self._replay = {bs: capture(partial(self._run, bs)) for bs in sorted(sizes, reverse=True)}
+
+    @property
+    def runner(self) -> Any:
+        """The target's graph runner; None once SGLang has dropped it for another, whose graphs need the memory."""
+        return self._runner()
 
     def tree(self, bs: int) -> RoundTree | None:
         """Where the trees of a round of ``bs`` requests are built; None: more than any graph holds."""

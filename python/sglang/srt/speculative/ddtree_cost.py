@@ -237,19 +237,24 @@ class CostTable:
         if not rows or not (math.isfinite(seconds) and seconds > 0):
             return False
         host = self._host_drafted if draft_width else self._host_plain
-        if host_bound:
-            host.observe(requests, seconds)
-            return True
-        host.bound(requests, seconds)
+        if not host_bound:
+            host.bound(requests, seconds)
+            # A plain round is the lesser part of a drafting one.
+            self._host_plain.bound(requests, seconds)
         expected = (
             self.plain_seconds(requests, context_tokens)
             if draft_width == 0
             else float(self.seconds(draft_width, requests, tokens, context_tokens))
         )
         deviation = math.log(seconds / expected)
-        self._outliers = self._outliers + 1 if abs(deviation) > _OUTLIER else 0
+        # A pause looks like a host that is busy; and a busy one may well take thrice what the device does.
+        limit = 2 * _OUTLIER if host_bound else _OUTLIER
+        self._outliers = self._outliers + 1 if abs(deviation) > limit else 0
         if 0 < self._outliers < _PATIENCE:
             return False
+        if host_bound:
+            host.observe(requests, seconds)
+            return True
         step = min(max(deviation, -_CLIP), _CLIP)
         self._shared = min(max(self._shared + _SHARED_RATE * step, -_SHARED_BOUND), _SHARED_BOUND)
         row = rows[min(rows, key=lambda r: abs(math.log(r / requests)))]

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.triton_tree_backend import reads_ancestor_bits
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.ddtree_auto import token_buckets
 from sglang.srt.speculative.dflash_info import DDTreeVerifyInput
+from sglang.srt.utils.common import get_cuda_graph_batch_size_alignment
 from sglang_ddtree.flags import config_of
 
 
@@ -39,8 +40,11 @@ class DDTreeVerifyGraphRunner(DecodeCudaGraphRunner):
 
     def _build_ragged_verify_token_buckets(self) -> list[int]:
         most = max(self.capture_bs) * self.captured_req_width
-        budget = config_of(self.model_runner.server_args).budget
-        return [tokens for tokens in token_buckets(max(self.capture_bs), budget) if tokens <= most]
+        server_args = self.model_runner.server_args
+        buckets = token_buckets(max(self.capture_bs), config_of(server_args).budget)
+        # Where tensor parallelism deals tokens out, all ranks must get as many.
+        step = get_cuda_graph_batch_size_alignment(server_args)
+        return [tokens for tokens in buckets if tokens <= most and tokens % step == 0]
 
     def _ragged_capture_slots(self, num_tokens: int) -> int:
         """Requests that a graph of so many tokens holds."""

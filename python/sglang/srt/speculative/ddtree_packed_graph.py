@@ -8,6 +8,7 @@ Letters in shapes: bs requests, C nodes of a dense tree, T verify tokens, W word
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -67,8 +68,8 @@ class _Places:
 class PackedCommitGraphs:
     """One graph per captured batch size, behind whichever verify graph ran.
 
-    A batch of raw size r runs with the graph of bs >= r requests; those behind r have no node, and move and write
-    SGLang's dummy slot 0.
+    A batch of raw size r runs with the graph of bs >= r requests; what those behind r do, they do to SGLang's dummy
+    slot 0.
 
     Args:
         runner: the target's; its padded inputs ``buffers.seq_lens`` int64 [bs] and ``buffers.out_cache_loc`` int64 [T]
@@ -91,7 +92,7 @@ class PackedCommitGraphs:
         kept: Any = None,
     ):
         assert tail.choices is not None and tail.gathered is not None, "the target's graphs have not been captured"
-        self.runner, self._tail, self._max_depth = runner, tail, max_depth
+        self._runner, self._tail, self._max_depth = weakref.ref(runner), tail, max_depth
         self._sizes: list[int] = sorted(runner.capture_bs)
         self._seq_lens, self._slots = runner.buffers.seq_lens, runner.buffers.out_cache_loc
         for name in ("seq_lens", "out_cache_loc"):
@@ -107,11 +108,19 @@ class PackedCommitGraphs:
         self._nodes = allocate_packed(self.most_tokens, self._trees.whole.ancestor_bits.shape[2], self._device)
         for name in vars(self._nodes):
             getattr(self._nodes, name).zero_()
+        # 1 for running requests: what fills a graph up has slots and choices of rounds past behind the last node.
+        self._running = 0
+        self._is_running = torch.zeros((self.largest, 1), dtype=torch.int64, device=self._device)
         # Views, made once.
         self._rows_of: dict[int, PackedNodes] = {}
         self._shares: dict[int, Allotment] = {}
         self._places = {bs: self._allocate(bs) for bs in self._sizes}
         self._replay = {bs: capture(partial(self._run, bs)) for bs in reversed(self._sizes)}
+
+    @property
+    def runner(self) -> Any:
+        """The target's graph runner; None once SGLang has dropped it for another, whose graphs need the memory."""
+        return self._runner()
 
     def tree(self, bs: int) -> RoundTree | None:
         """Where the trees of a round of ``bs`` requests are built; None: more than any graph holds."""
@@ -146,8 +155,12 @@ class PackedCommitGraphs:
                 getattr(share, name).copy_(tensor)
         size = self._size(bs)
         if bs < size:
-            # Requests that fill the graph up begin behind all rows, and so have none.
+            # No access leaves its tensor, whatever the requests that fill the graph up are taken to have.
             self._indptr[bs + 1 : size + 1].fill_(self.most_tokens)
+        if bs != self._running:
+            self._is_running[:bs].fill_(1)
+            self._is_running[bs:].zero_()
+            self._running = bs
         nodes = self._rows(total)
         ddtree_ragged_kernels.pack_nodes(
             dense.tokens,
@@ -234,6 +247,9 @@ class PackedCommitGraphs:
             self._slots[: self.most_tokens],
             out=walk,
         )
+        # What fills the graph up moves and writes SGLang's dummy slot 0.
+        walk.kv_to.mul_(self._is_running[:bs])
+        walk.kv_from.mul_(self._is_running[:bs])
         # What was not verified is no node for the statistics either.
         count = indptr.diff()[:, None]
         kept = torch.arange(tree.depths.shape[1], device=count.device) < count

@@ -334,7 +334,8 @@ class DDTreeWorker(DFlashWorkerV2):
         return graphs if isinstance(graphs, PackedCommitGraphs) and bs <= graphs.largest else None
 
     def _renew_commits(self) -> None:
-        if self._commit_graphs is not None and self._commit_graphs.runner is not self._target_graphs():
+        graphs = self._commit_graphs
+        if graphs is not None and (graphs.runner is None or graphs.runner is not self._target_graphs()):
             # New weights may bring new graphs; the old ones' buffers are gone.
             self._capture_commits()
 
@@ -587,7 +588,9 @@ class DDTreeWorker(DFlashWorkerV2):
         if batch.return_logprob:
             compute_spec_v2_logprobs(batch, logits_output, choices, walk.rows, walk.rows.shape[1] - 1)
         self._commit(batch, logits_output, walk, walk, on_publish)
-        kept, told = (forward_batch, tree, packed, cut), (packed.share.histogram, packed.share.expected)
+        # The graphs' own share is written by the next round, beside the copy to the host.
+        told = tuple(x if graphs is None else x.clone() for x in (packed.share.histogram, packed.share.expected))
+        kept = (forward_batch, tree, packed, cut)
         return self._result(logits_output, in_graph, walk, walk, self._round.stats(cut, walk), kept, told)
 
     def _assert_packable(self) -> None:
