@@ -48,6 +48,7 @@ def assert_exact(pair: Pair, server: Server, name: str, **length: Any) -> list[A
     return answers
 
 
+@pytest.mark.feature("`--speculative-ddtree-budget auto`")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_greedy_tokens(qwen3: Pair, name: str) -> None:
     server = auto(qwen3, "auto")
@@ -74,6 +75,7 @@ def test_what_it_says_of_itself(qwen3: Pair) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.feature("`--speculative-ddtree-budget auto`")
 @pytest.mark.parametrize("page_size, overlap", [("1", True), ("16", True), ("16", False)])
 @pytest.mark.parametrize("rounds", ["decided", "random"])
 def test_graphs(qwen3: Pair, rounds: str, page_size: str, overlap: bool) -> None:
