@@ -39,19 +39,20 @@ class Server:
         sizes: captured batch sizes.
         totals: verify tokens of the target's graphs.
         places: of a path.
-        gather: as of `VerifyTail`.
     """
 
-    def __init__(self, sizes: list[int], totals: list[int], places: int, gather: bool = False) -> None:
+    def __init__(self, sizes: list[int], totals: list[int], places: int) -> None:
         self.buffers = SimpleNamespace(
             seq_lens=torch.ones(max(sizes), dtype=torch.int64, device=DEVICE),
             out_cache_loc=torch.zeros(max(totals), dtype=torch.int64, device=DEVICE),
         )
         self.capture_bs, self.bs, self.places = sizes, 0, places
         self.pool = make_pool()
-        self.tail = VerifyTail(gather)
+        self.tail = VerifyTail()
+        self.capture_num_tokens, self.max_bs = totals, max(sizes)
         self.logits = {total: torch.zeros(total, 50, device=DEVICE) for total in totals}
         self.hidden = {total: torch.zeros(total, FEATURES, device=DEVICE) for total in totals}
+        self.drafted = torch.zeros(200, FEATURES, device=DEVICE)
         self.fed = torch.zeros(max(sizes), places, FEATURES, device=DEVICE)
         for total in sorted(totals, reverse=True):
             self.forward(total)
@@ -65,6 +66,13 @@ class Server:
         valid = torch.arange(self.places, device=DEVICE) < walk.accept_lens[:, None]
         self.fed[:bs].copy_(torch.where(valid[..., None], hidden.view(bs, self.places, FEATURES), 0.0))
 
+    def feed_rows(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """The drafter's pool holds the hidden state and, in its first feature, the position."""
+        self.drafted.index_copy_(0, slots, torch.cat([positions[:, None].to(hidden.dtype), hidden[:, 1:]], dim=1))
+
+    def _ragged_capture_slots(self, total: int) -> int:
+        return min(total, self.max_bs)
+
     def arguments(self) -> dict:
         """Of the graphs' constructors."""
-        return dict(runner=self, tail=self.tail, pool=self.pool, feed=self.feed, capture=capture)
+        return dict(runner=self, tail=self.tail, pool=self.pool, capture=capture)

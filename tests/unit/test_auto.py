@@ -537,7 +537,6 @@ def test_costs_are_measured_part_by_part(caplog):
     made = measure_costs(
         timer("draft", 0.001, 1e-5),
         timer("verify", 0.004, 1e-5),
-        timer("commit", 0.0005, 1e-6),
         (1, 4, 12, 999),
         (1, 2, 4, 8, 16, 32, 64),
         16,
@@ -554,11 +553,11 @@ def test_costs_are_measured_part_by_part(caplog):
     # Up to R * 6 tokens, rounded up to the next bucket: 6 -> 8, 24 -> 32, 72 -> the last.
     wanted = {1: (1, 2, 4, 8), 4: (4, 8, 16, 32), 12: (16, 32, 64)}
     assert set(cells) == {(r, t) for r, totals in wanted.items() for t in totals}
-    assert cells[4, 16] == pytest.approx(0.001 + 4e-5 + 0.004 + 16e-5 + 0.0005 + 4e-6)
-    assert dict(described["plain"])[12] == pytest.approx(0.004 + 16e-5 + 0.0005 + 12e-6)
+    assert cells[4, 16] == pytest.approx(0.001 + 4e-5 + 0.004 + 16e-5)
+    assert dict(described["plain"])[12] == pytest.approx(0.004 + 16e-5)
     assert made.identity == {"model": "m"} and made.context_base == 100.0 and made.context == {0: 1e-9}
     (line,) = [record.getMessage() for record in caplog.records if "ms per round" in record.getMessage()]
-    assert "draft width 16" in line and "4: 4.54 plain, 5.58 at 4, 5.70 at 16, 5.86 at 32" in line
+    assert "draft width 16" in line and "4: 4.04 plain, 5.08 at 4, 5.20 at 16, 5.36 at 32" in line
     # It serves.
     assert AutoBudget(CONFIG, buckets=(1, 2, 4, 8, 16, 32, 64), cost=made).begin_round(4).tokens >= 4
 
@@ -568,7 +567,7 @@ def test_no_round_is_shorter_than_the_host_takes_to_launch_it():
         return 1e-4 * tokens
 
     made = measure_costs(
-        lambda n: 0.001, verify, lambda n: 0.0, (1,), (1, 16, 64), 16, {}, host_drafted=0.004, host_plain=0.002
+        lambda n: 0.001, verify, (1,), (1, 16, 64), 16, {}, host_drafted=0.004, host_plain=0.002
     ).to_json()
     assert dict(made["plain"]) == {1: 0.002}
     assert [cell[2] for cell in made["drafted"]["16"]] == pytest.approx([0.004, 0.004, 0.0074])
@@ -576,9 +575,9 @@ def test_no_round_is_shorter_than_the_host_takes_to_launch_it():
 
 def test_buckets_that_hold_nobody_cannot_be_measured():
     with pytest.raises(ValueError, match="no bucket of .* holds any of the requests"):
-        measure_costs(float, float, float, (8,), (1, 4), 16, {})
+        measure_costs(float, float, (8,), (1, 4), 16, {})
     with pytest.raises(ValueError, match="positive and finite"):
-        measure_costs(lambda n: 0.0, lambda n: math.nan, lambda n: 0.0, (1,), (1, 4), 16, {})
+        measure_costs(lambda n: 0.0, lambda n: math.nan, (1,), (1, 4), 16, {})
 
 
 def server_args(**fields: Any) -> SimpleNamespace:

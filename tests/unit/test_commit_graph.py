@@ -54,7 +54,7 @@ def test_equals_the_same_steps_one_by_one(seed: int) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     server = Server(SIZES, [bs * NODES for bs in SIZES], DEPTH + 1)
-    graphs = m.CommitGraphs(budget=BUDGET, max_depth=DEPTH, **server.arguments())
+    graphs = m.CommitGraphs(budget=BUDGET, max_depth=DEPTH, feed=server.feed, **server.arguments())
     steps, reference = DeviceRound(), TorchRound()
     earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
     committed = []
@@ -107,7 +107,7 @@ test_equals_the_same_steps_one_by_one.pytestmark += on_device
 
 def test_more_than_any_graph_holds() -> None:
     server = Server(SIZES, [bs * NODES for bs in SIZES], DEPTH + 1)
-    graphs = m.CommitGraphs(budget=BUDGET, max_depth=DEPTH, **server.arguments())
+    graphs = m.CommitGraphs(budget=BUDGET, max_depth=DEPTH, feed=server.feed, **server.arguments())
     assert graphs.tree(max(SIZES)) is not None and graphs.tree(max(SIZES) + 1) is None
 
 

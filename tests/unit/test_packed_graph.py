@@ -28,8 +28,8 @@ SIZES, TOTALS = [1, 2, 4], [1, 2, 4, 8, 12, 20, 32]
 def test_equals_the_same_steps_one_by_one(seed: int) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    server = Server(SIZES, TOTALS, DEPTH + 1, gather=True)
-    graphs = PackedCommitGraphs(budget=BUDGET, max_depth=DEPTH, **server.arguments())
+    server = Server(SIZES, TOTALS, DEPTH + 1)
+    graphs = PackedCommitGraphs(budget=BUDGET, max_depth=DEPTH, feed=server.feed_rows, **server.arguments())
     steps, reference = DeviceRound(), TorchRound()
     earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
     committed = []
@@ -76,8 +76,8 @@ def test_equals_the_same_steps_one_by_one(seed: int) -> None:
         server.buffers.out_cache_loc[:total] = packed.nodes.slots
         server.forward(total)
         # Behind the last row lies what a larger round left: let it match the tree that an earlier round left there.
-        size = graphs._size(raw)
-        if raw < size and total < max(TOTALS):
+        held = graphs._places[total].requests
+        if raw < held and total < max(TOTALS):
             stale = graphs._trees.whole
             server.tail.choices[starts[raw]] = stale.tokens[raw, 1]
             server.buffers.out_cache_loc[starts[raw] : starts[raw] + 8] = torch.arange(150, 158)[
@@ -94,9 +94,11 @@ def test_equals_the_same_steps_one_by_one(seed: int) -> None:
         valid = torch.arange(depth + 1) < walk.accept_lens[:, None]
         for x in moved:
             x[walk.kv_to[valid]] = x[walk.kv_from[valid]]
-        fed = torch.where(valid[..., None], server.hidden[total].cpu()[walk.rows], 0.0)
+        drafted = server.drafted.cpu().clone()
+        drafted[walk.kv_to[valid]] = server.hidden[total].cpu()[walk.rows[valid]]
+        drafted[walk.kv_to[valid], 0] = walk.positions[valid].to(torch.float32)
 
-        done = graphs.replay(raw)
+        done = graphs.replay(raw, total)
         assert torch.equal(done.next_tokens.cpu().view(raw, -1)[:, : depth + 1], walk.next_tokens)
         assert torch.equal(done.accept_lens.cpu(), walk.accept_lens) and done.accept_lens.dtype == torch.int32
         assert torch.equal(done.new_seq_lens.cpu(), walk.new_seq_lens)
@@ -107,12 +109,13 @@ def test_equals_the_same_steps_one_by_one(seed: int) -> None:
             assert torch.equal(done.histogram.cpu(), wanted.share.histogram)
             assert torch.equal(done.expected.cpu(), wanted.share.expected)
         # What fills the graph up, whatever an earlier round left there for it to walk.
-        rest = graphs._places[graphs._size(raw)].walk
+        rest = graphs._places[total].walk
         assert not rest.kv_to[raw:].any() and not rest.kv_from[raw:].any()
         for got, x in zip(buffers, moved, strict=True):
             # Slot 0 is SGLang's dummy.
             assert torch.equal(got.cpu()[1:], x[1:])
-        assert torch.equal(server.fed[:raw, : depth + 1].cpu(), fed)
+        # As for the target's pool: what was accepted, where it belongs, and nothing else.
+        assert torch.equal(server.drafted.cpu()[1:], drafted[1:])
         earlier.append((done.next_tokens, done.next_tokens.cpu().clone()))
         committed.extend(walk.accept_lens.tolist())
     assert len(set(committed)) > 2, "the rounds must differ"

@@ -414,7 +414,6 @@ class _Memo:
 def measure_costs(
     time_draft: Callable[[int], float],
     time_verify: Callable[[int], float],
-    time_commit: Callable[[int], float],
     requests: Sequence[int],
     buckets: Sequence[int],
     draft_width: int,
@@ -428,13 +427,12 @@ def measure_costs(
 ) -> CostTable:
     """Time the parts of a round and add them up: every number of requests with every bucket that it can fill.
 
-    A drafting round of R requests and T tokens takes draft(R) + verify(T) + commit(R), a plain one verify(the smallest
-    bucket that holds R) + commit(R). Each part is timed once per argument, ascending.
+    A drafting round of R requests and T tokens takes draft(R) + verify(T), a plain one verify(the smallest bucket that
+    holds R). Each part is timed once per argument, ascending.
 
     Args:
         time_draft: seconds of draft and build, by requests.
-        time_verify: seconds of the target's forward, by verify tokens: a bucket.
-        time_commit: seconds of what follows, by requests.
+        time_verify: seconds of the target's forward and of all that follows, by verify tokens: a bucket.
         requests: numbers of running requests, see `request_grid`; those that no bucket holds are left out.
         buckets: totals of verify tokens.
         draft_width: D of the draft that was timed.
@@ -450,7 +448,7 @@ def measure_costs(
     loads = [load for load in sorted(set(requests)) if totals and load <= totals[-1]]
     if not loads:
         raise ValueError(f"no bucket of {totals} holds any of the requests {sorted(set(requests))}.")
-    draft, verify, commit = _Memo(time_draft), _Memo(time_verify), _Memo(time_commit)
+    draft, verify = _Memo(time_draft), _Memo(time_verify)
     # Neighbours are compared with each other: measured one after the other, they see the same clock and temperature.
     largest = min(bisect_left(totals, loads[-1] * (max_budget + 1)), len(totals) - 1)
     for tokens in totals[bisect_left(totals, loads[0]) : largest + 1]:
@@ -460,9 +458,9 @@ def measure_costs(
     for load in loads:
         first = bisect_left(totals, load)
         last = min(bisect_left(totals, load * (max_budget + 1)), len(totals) - 1)
-        plain[load] = max(verify(totals[first]) + commit(load), host_plain)
+        plain[load] = max(verify(totals[first]), host_plain)
         for tokens in totals[first : last + 1]:
-            drafted[load, tokens] = max(draft(load) + verify(tokens) + commit(load), host_drafted)
+            drafted[load, tokens] = max(draft(load) + verify(tokens), host_drafted)
     table = CostTable(identity, plain, {draft_width: drafted}, context, context_base)
     log_costs(table, plain, drafted)
     return table

@@ -35,18 +35,11 @@ class VerifyTail:
     Attributes:
         choices: int64 [tokens of the largest graph], the likeliest token of every row. None before a capture.
         hidden: by a graph's number of tokens [tokens, features], its hidden states, where every replay leaves them.
-        gathered: [tokens of the largest graph + 1, features], the hidden states of whichever graph ran last, and a row
-            that nobody writes; None unless asked for.
-
-    Args:
-        gather: copy the hidden states of all graphs to one place, for a commit that does not know which graph ran.
     """
 
-    def __init__(self, gather: bool = False) -> None:
+    def __init__(self) -> None:
         self.choices: torch.Tensor | None = None
         self.hidden: dict[int, torch.Tensor] = {}
-        self.gathered: torch.Tensor | None = None
-        self._gather = gather
 
     def __call__(self, runner: Any, output: Any, forward_batch: Any, num_tokens: int) -> None:
         logits = output.next_token_logits
@@ -56,11 +49,6 @@ class VerifyTail:
         sanitize_nan_logits(logits, "DDTREE verify: target logits")
         torch.argmax(logits, dim=-1, out=self.choices[:num_tokens])
         self.hidden[num_tokens] = output.hidden_states
-        if self._gather:
-            if self.gathered is None:
-                rows, features = output.hidden_states.shape
-                self.gathered = output.hidden_states.new_zeros((rows + 1, features))
-            self.gathered[:num_tokens].copy_(output.hidden_states)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Packed rounds from graphs: what is shared out, packed, committed and told lies in one place, round after round.
 
-The verify graphs of packed rounds are keyed by their number of tokens (`ddtree_graph_runner`); what follows the choices
-by requests, like `ddtree_commit_graph`, which explains why.
+The verify graphs of packed rounds are keyed by their number of tokens (`ddtree_graph_runner`), and so is what follows
+the choices: as many rows are fed to the drafter as were verified. `ddtree_commit_graph` explains why there are such
+graphs.
 
 Letters in shapes: bs requests, C nodes of a dense tree, T verify tokens, W words of ancestor bits, P places of a path.
 """
@@ -9,7 +10,6 @@ Letters in shapes: bs requests, C nodes of a dense tree, T verify tokens, W word
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,26 +57,29 @@ class PackedCommitted:
 
 @dataclass(frozen=True)
 class _Places:
-    """The buffers of one batch size; ``flat`` holds all that leaves the graph, ``share`` is of the same memory."""
+    """The buffers of one total; ``flat`` holds all that leaves the graph, ``share`` is of the same memory."""
 
     walk: PackedWalk
     stats: torch.Tensor
     share: Allotment
     flat: torch.Tensor
+    requests: int
 
 
 class PackedCommitGraphs:
-    """One graph per captured batch size, behind whichever verify graph ran.
+    """One graph per captured total of verify tokens, behind the verify graph of that total.
 
-    A batch of raw size r runs with the graph of bs >= r requests; what those behind r do, they do to SGLang's dummy
-    slot 0.
+    A graph of T tokens holds as many requests as the verify graph; what those behind the running ones do, they do to
+    SGLang's dummy slot 0.
 
     Args:
         runner: the target's; its padded inputs ``buffers.seq_lens`` int64 [bs] and ``buffers.out_cache_loc`` int64 [T]
             are read where they lie.
-        tail: of its graphs, gathering.
+        tail: of its graphs.
         budget, max_depth: of the widest tree; C = budget + 1.
-        pool, feed, capture, kept: as in `ddtree_commit_graph.CommitGraphs`.
+        pool, capture, kept: as in `ddtree_commit_graph.CommitGraphs`.
+        feed: writes the drafter's keys and values: hidden states [T, features], slots int64 [T], of which those of rows
+            that were not accepted are the dummy one, and positions int64 [T].
     """
 
     def __init__(
@@ -87,25 +90,24 @@ class PackedCommitGraphs:
         budget: int,
         max_depth: int,
         pool: Any,
-        feed: Callable[[torch.Tensor, PackedWalk], None],
+        feed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
         capture: Capture,
         kept: Any = None,
     ):
-        assert tail.choices is not None and tail.gathered is not None, "the target's graphs have not been captured"
+        assert tail.choices is not None, "the target's graphs have not been captured"
         self._runner, self._tail, self._max_depth = weakref.ref(runner), tail, max_depth
-        self._sizes: list[int] = sorted(runner.capture_bs)
+        totals: list[int] = sorted(runner.capture_num_tokens)
         self._seq_lens, self._slots = runner.buffers.seq_lens, runner.buffers.out_cache_loc
         for name in ("seq_lens", "out_cache_loc"):
             if getattr(runner.buffers, name).dtype != torch.int64:
                 raise TypeError(f"{name} must be int64, got {getattr(runner.buffers, name).dtype}.")
         self._pool, self._feed, self._kept = pool, feed, kept
-        self.largest = self._sizes[-1]
+        self.largest: int = runner.max_bs
         self._device = self._seq_lens.device
-        self.most_tokens = tail.choices.shape[0]
         self._trees = TreeBuffers(self.largest, budget, self._device)
-        self._indptr = torch.full((self.largest + 1,), self.most_tokens, dtype=torch.int32, device=self._device)
+        self._indptr = torch.full((self.largest + 1,), totals[-1], dtype=torch.int32, device=self._device)
         self._lens = torch.zeros(self.largest, dtype=torch.int32, device=self._device)
-        self._nodes = allocate_packed(self.most_tokens, self._trees.whole.ancestor_bits.shape[2], self._device)
+        self._nodes = allocate_packed(totals[-1], self._trees.whole.ancestor_bits.shape[2], self._device)
         for name in vars(self._nodes):
             getattr(self._nodes, name).zero_()
         # 1 for running requests: what fills a graph up has slots and choices of rounds past behind the last node.
@@ -113,9 +115,10 @@ class PackedCommitGraphs:
         self._is_running = torch.zeros((self.largest, 1), dtype=torch.int64, device=self._device)
         # Views, made once.
         self._rows_of: dict[int, PackedNodes] = {}
-        self._shares: dict[int, Allotment] = {}
-        self._places = {bs: self._allocate(bs) for bs in self._sizes}
-        self._replay = {bs: capture(partial(self._run, bs)) for bs in reversed(self._sizes)}
+        self._shares: dict[tuple[int, int], Allotment] = {}
+        self._places = {total: self._allocate(total, runner._ragged_capture_slots(total)) for total in totals}
+        # From the largest down: the smaller ones fit into its memory.
+        self._replay = {total: capture(partial(self._run, total)) for total in reversed(totals)}
 
     @property
     def runner(self) -> Any:
@@ -145,7 +148,7 @@ class PackedCommitGraphs:
         dense = tree.tree
         bs, bits = dense.tokens.shape[0], tree.ancestor_bits
         assert bits is not None
-        share = self._share_of(bs)
+        share = self._share_of(bs, total)
         if bs <= ddtree_ragged_kernels.MAX_REQUESTS:
             ddtree_ragged_kernels.allot_nodes(dense.scores, dense.num_nodes, total, out=share, validate=False)
         else:
@@ -153,10 +156,10 @@ class PackedCommitGraphs:
             wide = ddtree_ragged.allot_nodes(dense.scores, dense.num_nodes, total)
             for name, tensor in vars(wide).items():
                 getattr(share, name).copy_(tensor)
-        size = self._size(bs)
-        if bs < size:
+        held = self._places[total].requests
+        if bs < held:
             # No access leaves its tensor, whatever the requests that fill the graph up are taken to have.
-            self._indptr[bs + 1 : size + 1].fill_(self.most_tokens)
+            self._indptr[bs + 1 : held + 1].fill_(total)
         if bs != self._running:
             self._is_running[:bs].fill_(1)
             self._is_running[bs:].zero_()
@@ -182,79 +185,87 @@ class PackedCommitGraphs:
         assert self._tail.choices is not None
         return self._tail.choices[:total, None]
 
-    def replay(self, bs: int) -> PackedCommitted:
-        """Commit the round of ``bs`` requests that was packed and verified last."""
-        size = self._size(bs)
-        self._replay[size]()
-        places, p = self._places[size], self._max_depth + 1
+    def replay(self, bs: int, total: int) -> PackedCommitted:
+        """Commit the round of ``bs`` requests that was packed and verified last, ``total`` tokens."""
+        self._replay[total]()
+        places, p = self._places[total], self._max_depth + 1
         # The host's copy runs beside the next round, which writes here again.
         flat = places.flat.clone()
-        at = size * p
-        words = flat[at + 6 * size :].view(torch.int32)
+        held = places.requests
+        at = held * p
+        words = flat[at + 6 * held :].view(torch.int32)
         return PackedCommitted(
             next_tokens=flat[: bs * p],
             bonus=flat[at : at + bs],
-            new_seq_lens=flat[at + size : at + size + bs],
-            round_stats=flat[at + 2 * size : at + 2 * size + 4 * bs].view(bs, 4),
+            new_seq_lens=flat[at + held : at + held + bs],
+            round_stats=flat[at + 2 * held : at + 2 * held + 4 * bs].view(bs, 4),
             accept_lens=words[:bs],
-            expected=words[size : size + bs].view(torch.float32),
-            histogram=words[2 * size : 2 * size + BINS],
+            expected=words[held : held + bs].view(torch.float32),
+            histogram=words[2 * held : 2 * held + BINS],
             rows=places.walk.rows[:bs],
             buffer=flat,
         )
 
-    def _size(self, bs: int) -> int:
-        return self._sizes[bisect_left(self._sizes, bs)]
-
     def _rows(self, total: int) -> PackedNodes:
         return PackedNodes(**{name: x[:total] for name, x in vars(self._nodes).items()})
 
-    def _share_of(self, bs: int) -> Allotment:
-        share = self._places[self._size(bs)].share
-        return replace(share, qo_lens=self._lens[:bs], qo_indptr=self._indptr[: bs + 1], expected=share.expected[:bs])
+    def _share_of(self, bs: int, total: int) -> Allotment:
+        if (bs, total) not in self._shares:
+            share = self._places[total].share
+            self._shares[bs, total] = replace(
+                share, qo_lens=self._lens[:bs], qo_indptr=self._indptr[: bs + 1], expected=share.expected[:bs]
+            )
+        return self._shares[bs, total]
 
-    def _allocate(self, bs: int) -> _Places:
+    def _allocate(self, total: int, held: int) -> _Places:
         p, device = self._max_depth + 1, self._device
-        at = bs * p
-        flat = torch.zeros(at + 6 * bs + bs + BINS // 2, dtype=torch.int64, device=device)
-        words = flat[at + 6 * bs :].view(torch.int32)
+        at = held * p
+        flat = torch.zeros(at + 7 * held + BINS // 2, dtype=torch.int64, device=device)
+        words = flat[at + 6 * held :].view(torch.int32)
         walk = replace(
-            allocate_walk(bs, self._max_depth, device),
-            next_tokens=flat[:at].view(bs, p),
-            bonus=flat[at : at + bs],
-            new_seq_lens=flat[at + bs : at + 2 * bs],
-            accept_lens=words[:bs],
+            allocate_walk(held, self._max_depth, device),
+            next_tokens=flat[:at].view(held, p),
+            bonus=flat[at : at + held],
+            new_seq_lens=flat[at + held : at + 2 * held],
+            accept_lens=words[:held],
         )
         share = Allotment(
-            qo_lens=self._lens[:bs],
-            qo_indptr=self._indptr[: bs + 1],
-            histogram=words[2 * bs : 2 * bs + BINS],
-            expected=words[bs : 2 * bs].view(torch.float32),
+            qo_lens=self._lens[:held],
+            qo_indptr=self._indptr[: held + 1],
+            histogram=words[2 * held : 2 * held + BINS],
+            expected=words[held : 2 * held].view(torch.float32),
         )
-        return _Places(walk, flat[at + 2 * bs : at + 6 * bs].view(bs, 4), share, flat)
+        return _Places(walk, flat[at + 2 * held : at + 6 * held].view(held, 4), share, flat, held)
 
-    def _run(self, bs: int) -> None:
-        places, tree = self._places[bs], self._trees.whole.head(bs)
-        walk, indptr = places.walk, self._indptr[: bs + 1]
-        assert self._tail.choices is not None and self._tail.gathered is not None
+    def _run(self, total: int) -> None:
+        places = self._places[total]
+        walk, held = places.walk, places.requests
+        tree, indptr, running = self._trees.whole.head(held), self._indptr[: held + 1], self._is_running[:held]
+        assert self._tail.choices is not None
         ddtree_ragged_kernels.walk_packed(
             tree.tokens,
             tree.parents,
             indptr,
-            self._tail.choices,
+            self._tail.choices[:total],
             self._max_depth,
-            self._seq_lens[:bs],
-            self._slots[: self.most_tokens],
+            self._seq_lens[:held],
+            self._slots[:total],
             out=walk,
         )
         # What fills the graph up moves and writes SGLang's dummy slot 0.
-        walk.kv_to.mul_(self._is_running[:bs])
-        walk.kv_from.mul_(self._is_running[:bs])
+        walk.kv_to.mul_(running)
+        walk.kv_from.mul_(running)
         # What was not verified is no node for the statistics either.
         count = indptr.diff()[:, None]
         kept = torch.arange(tree.depths.shape[1], device=count.device) < count
         cut = replace(tree, depths=torch.where(kept, tree.depths, 0), num_nodes=count[:, 0].to(torch.int64))
         tree_stats(cut, walk, out=places.stats)
-        hidden = self._tail.gathered.index_select(0, walk.rows.view(-1))
         move_accepted(self._pool, walk.kv_to, walk.kv_from, walk.accept_lens)
-        self._feed(hidden, walk)
+        # From places of paths to rows; a row behind the last one takes what is of no path.
+        place = torch.arange(walk.rows.shape[1], device=count.device)
+        used = (place < walk.accept_lens[:, None]) & (running > 0)
+        row = torch.where(used, walk.rows, total).view(-1)
+        slots, positions = (torch.zeros(total + 1, dtype=torch.int64, device=self._device) for _ in range(2))
+        slots.scatter_(0, row, walk.kv_to.view(-1))
+        positions.scatter_(0, row, walk.positions.view(-1))
+        self._feed(self._tail.hidden[total], slots[:total], positions[:total])

@@ -104,27 +104,24 @@ def measure(
     def verify_tokens(total: int) -> tuple[int, int]:
         return target._ragged_capture_slots(total), total
 
-    def prepare_commit(requests: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    def prepare_commit(total: int) -> tuple[Callable[[], None], Callable[[], None]]:
         def launch() -> None:
-            commits.replay(requests)
+            commits.replay(1, total)
 
         return launch, launch
 
-    draft, verify, commit = (
-        of_runner(drafter, draft_tokens),
-        of_runner(target, verify_tokens),
-        PartTimes(prepare_commit),
-    )
+    draft, verify = of_runner(drafter, draft_tokens), of_runner(target, verify_tokens)
+    commit, totals = PartTimes(prepare_commit), target.capture_num_tokens
     most = min(max(sizes), commits.largest)
     with torch.inference_mode():
-        for part, size in ((draft, 1), (verify, target.capture_num_tokens[0]), (commit, 1)):
+        # The host's times first, which every cell needs.
+        for part, size in ((draft, 1), (verify, totals[0]), (commit, totals[0])):
             part(size)
         return measure_costs(
             draft,
-            verify,
-            commit,
+            lambda total: verify(total) + commit(total),
             request_grid(most),
-            target.capture_num_tokens,
+            totals,
             draft_width,
             identity,
             max_budget=max_budget,

@@ -112,7 +112,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._round: TorchRound = DeviceRound() if device_round() else TorchRound()
         # Read when the target's graphs are captured, which is later: SGLang's own runner would capture no mask.
         target_worker.model_runner._decode_cuda_graph_runner_cls = lambda: DDTreeVerifyGraphRunner
-        self._verify_tail = VerifyTail(gather=self.config.auto)
+        self._verify_tail = VerifyTail()
         target_worker.model_runner.capture_tail_hooks.append(self._verify_tail)
         self._commit_graphs: CommitGraphs | PackedCommitGraphs | None = None
         self._auto: AutoBudget | None = None
@@ -202,18 +202,19 @@ class DDTreeWorker(DFlashWorkerV2):
         runner.buffers.reset_index_buffers()
         context, capture = cuda_capture(self.device)
         original = self._fused_kv_helper
-        graphs = PackedCommitGraphs if self.config.auto else CommitGraphs
+        made: Any = partial(CommitGraphs, feed=self._feed_drafter)
+        if self.config.auto:
+            made = partial(PackedCommitGraphs, feed=self._feed_rows)
         try:
             if original is not None:
                 self._fused_kv_helper = with_own_workspace(original)
             with context:
-                self._commit_graphs = graphs(
+                self._commit_graphs = made(
                     runner=runner,
                     tail=self._verify_tail,
                     budget=self.config.tree_budget,
                     max_depth=self.config.max_depth,
                     pool=self._movable_pool,
-                    feed=self._feed_drafter,
                     capture=capture,
                     kept=self._fused_kv_helper,
                 )
@@ -569,7 +570,7 @@ class DDTreeWorker(DFlashWorkerV2):
             logits_output, choices = self._choose(batch, forward_batch, cut, packed, grammar_barrier, likeliest)
             if choices is not likeliest:
                 likeliest.copy_(choices)
-            done = graphs.replay(bs)
+            done = graphs.replay(bs, total)
             if batch.return_logprob:
                 compute_spec_v2_logprobs(batch, logits_output, likeliest.view(-1), done.rows, done.rows.shape[1] - 1)
             # Not needed on the host, and large.
@@ -750,6 +751,10 @@ class DDTreeWorker(DFlashWorkerV2):
             cache_loc_2d=plan.kv_to,
             commit_lens=plan.accept_lens,
         )
+
+    def _feed_rows(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """The same for all rows of a packed verify, [T, features]; ``slots`` of rows that count for nothing are 0."""
+        self._append_target_hidden_to_draft_kv_by_loc(target_hidden=hidden, cache_loc=slots, positions=positions)
 
 
 def _count_classes(reqs: Any) -> Counter[str]:
