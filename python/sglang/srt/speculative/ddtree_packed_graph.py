@@ -207,7 +207,9 @@ class PackedCommitGraphs:
         )
 
     def _rows(self, total: int) -> PackedNodes:
-        return PackedNodes(**{name: x[:total] for name, x in vars(self._nodes).items()})
+        if total not in self._rows_of:
+            self._rows_of[total] = PackedNodes(**{name: x[:total] for name, x in vars(self._nodes).items()})
+        return self._rows_of[total]
 
     def _share_of(self, bs: int, total: int) -> Allotment:
         if (bs, total) not in self._shares:
