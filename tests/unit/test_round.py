@@ -168,6 +168,24 @@ def test_what_has_no_packed_rounds(config: DDTreeConfig, recurrent: bool, messag
         DDTreeWorker._assert_packable(worker)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_replayed_commit_reads_the_choices_that_were_made(sampled: bool) -> None:
+    likeliest = torch.arange(6).view(2, 3)
+    choices = likeliest + 10 if sampled else likeliest
+    expected, read, published = choices.clone(), [], []
+    done = SimpleNamespace(new_seq_lens=torch.tensor([4, 5]))
+
+    def replay() -> SimpleNamespace:
+        read.append(likeliest.clone())
+        return done
+
+    logits_output = SimpleNamespace(hidden_states=torch.ones(6, 2))
+    batch = SimpleNamespace(return_logprob=False)
+    got = DDTreeWorker._commit_in_graph(None, batch, logits_output, choices, likeliest, replay, published.append)
+    assert got is done and torch.equal(read[0], expected)
+    assert published == [done.new_seq_lens] and logits_output.hidden_states is None
+
+
 def packed_runner(auto: bool) -> DDTreeVerifyGraphRunner:
     runner = object.__new__(DDTreeVerifyGraphRunner)
     config = DDTreeConfig(budget=63, block_size=8, auto=auto)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from sglang.srt.speculative import ddtree_ragged, ddtree_ragged_kernels
-from sglang.srt.speculative.ddtree_commit_graph import Capture, TreeBuffers, VerifyTail
+from sglang.srt.speculative.ddtree_commit_graph import Capture, Committed, TreeBuffers, VerifyTail
 from sglang.srt.speculative.ddtree_kv_move import move_accepted
 from sglang.srt.speculative.ddtree_ragged import (
     BINS,
@@ -32,27 +32,15 @@ from sglang.srt.speculative.ddtree_stats_kernel import tree_stats
 
 
 @dataclass(frozen=True)
-class PackedCommitted:
-    """What a packed round commits and tells, of the running requests alone: views of one new tensor.
+class PackedCommitted(Committed):
+    """What a packed round commits and tells; of paths of P places, not of N nodes.
 
     Attributes:
-        next_tokens: int64 [bs * P], accept_lens: int32 [bs], new_seq_lens: int64 [bs], bonus: int64 [bs]: as in
-            `ddtree_ragged.PackedWalk`.
-        round_stats: int64 [bs, 4] of `ddtree_stats`.
-        histogram: int32 [64], expected: float32 [bs]: as in `ddtree_ragged.Allotment`.
-        rows: int64 [bs, P], places among the packed nodes; overwritten by the next round.
-        buffer: the tensor.
+        histogram: int32 [64], expected: float32 [bs]: as in `ddtree_ragged.Allotment`; views of ``buffer`` as well.
     """
 
-    next_tokens: torch.Tensor
-    accept_lens: torch.Tensor
-    new_seq_lens: torch.Tensor
-    bonus: torch.Tensor
-    round_stats: torch.Tensor
     histogram: torch.Tensor
     expected: torch.Tensor
-    rows: torch.Tensor
-    buffer: torch.Tensor
 
 
 @dataclass(frozen=True)

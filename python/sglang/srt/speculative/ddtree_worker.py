@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
@@ -43,7 +44,7 @@ from sglang.srt.speculative.ddtree_commit_graph import (
 from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner, ragged_layout
 from sglang.srt.speculative.ddtree_kv_move import movable, move_accepted
-from sglang.srt.speculative.ddtree_packed_graph import PackedCommitGraphs, PackedCommitted
+from sglang.srt.speculative.ddtree_packed_graph import PackedCommitGraphs
 from sglang.srt.speculative.ddtree_ragged import MAX_NODES, PackedWalk
 from sglang.srt.speculative.ddtree_result import DDTreeBatchResult
 from sglang.srt.speculative.ddtree_round import (
@@ -75,6 +76,7 @@ from sglang_ddtree.requirements import check_loaded_target, device_round
 
 logger = logging.getLogger(__name__)
 
+CommittedRound = TypeVar("CommittedRound", bound=Committed)
 # Under the budget auto, with few requests.
 _DECIDE_EVERY = 4
 
@@ -486,9 +488,12 @@ class DDTreeWorker(DFlashWorkerV2):
             verify_input, self.model_runner.req_to_token_pool, batch, self.target_worker
         )
         record_stream_each((batch.input_ids, batch.out_cache_loc), self._stream())
-        graphs = self._commit_graphs
-        if isinstance(graphs, CommitGraphs) and can_run_cuda_graph and graphs.tree(len(batch.seq_lens)) is tree:
-            return self._finish_in_graph(batch, forward_batch, tree, graphs, on_publish, grammar_barrier)
+        graphs, bs = self._commit_graphs, len(batch.seq_lens)
+        if isinstance(graphs, CommitGraphs) and can_run_cuda_graph and graphs.tree(bs) is tree:
+            likeliest, replay = graphs.choices(bs), partial(graphs.replay, bs)
+            logits_output, choices = self._choose(batch, forward_batch, tree.tree, None, grammar_barrier, likeliest)
+            done = self._commit_in_graph(batch, logits_output, choices, likeliest, replay, on_publish)
+            return self._result(logits_output, True, done, done, done.round_stats, (forward_batch, tree))
         logits_output, choices = self._choose(batch, forward_batch, tree.tree, None, grammar_barrier)
         slots = batch.out_cache_loc.view(choices.shape)
         if is_simulating():
@@ -503,29 +508,26 @@ class DDTreeWorker(DFlashWorkerV2):
         kept = (forward_batch, tree)
         return self._result(logits_output, can_run_cuda_graph, walk, plan, round_stats, kept)
 
-    def _finish_in_graph(
+    def _commit_in_graph(
         self,
         batch: ScheduleBatch,
-        forward_batch: ForwardBatch,
-        tree: RoundTree,
-        graphs: CommitGraphs,
+        logits_output: Any,
+        choices: torch.Tensor,
+        likeliest: torch.Tensor,
+        replay: Callable[[], CommittedRound],
         on_publish: Any,
-        grammar_barrier: Any,
-    ) -> DDTreeBatchResult:
-        """The rest of `_verify`, of a round whose verify runs from a graph: all behind the choices is one replay."""
-        bs = len(batch.seq_lens)
-        likeliest = graphs.choices(bs)
-        logits_output, choices = self._choose(batch, forward_batch, tree.tree, None, grammar_barrier, likeliest)
+    ) -> CommittedRound:
+        """All behind the choices by one replay, which reads them where the verify graph leaves the ``likeliest``."""
         if choices is not likeliest:
             likeliest.copy_(choices)
-        done = graphs.replay(bs)
+        done = replay()
         if batch.return_logprob:
             compute_spec_v2_logprobs(batch, logits_output, likeliest.view(-1), done.rows, done.rows.shape[1] - 1)
         # Not needed on the host, and large.
         logits_output.hidden_states = None
         if on_publish is not None:
             on_publish(done.new_seq_lens)
-        return self._result(logits_output, True, done, done, done.round_stats, (forward_batch, tree))
+        return done
 
     def _verify_packed(
         self, batch: ScheduleBatch, tree: RoundTree, total: int, on_publish: Any, grammar_barrier: Any
@@ -566,17 +568,9 @@ class DDTreeWorker(DFlashWorkerV2):
         record_stream_for_v2_verify(batch, verify_input, self._stream())
         forward_batch, in_graph = verify_input.prepare_packed(batch, nodes.slots, self.target_worker.model_runner)
         if graphs is not None and in_graph:
-            likeliest = graphs.choices(total)
+            likeliest, replay_packed = graphs.choices(total), partial(graphs.replay, bs, total)
             logits_output, choices = self._choose(batch, forward_batch, cut, packed, grammar_barrier, likeliest)
-            if choices is not likeliest:
-                likeliest.copy_(choices)
-            done = graphs.replay(bs, total)
-            if batch.return_logprob:
-                compute_spec_v2_logprobs(batch, logits_output, likeliest.view(-1), done.rows, done.rows.shape[1] - 1)
-            # Not needed on the host, and large.
-            logits_output.hidden_states = None
-            if on_publish is not None:
-                on_publish(done.new_seq_lens)
+            done = self._commit_in_graph(batch, logits_output, choices, likeliest, replay_packed, on_publish)
             told = (done.histogram, done.expected)
             return self._result(logits_output, True, done, done, done.round_stats, (forward_batch, tree), told)
         logits_output, choices = self._choose(batch, forward_batch, cut, packed, grammar_barrier)
@@ -660,8 +654,8 @@ class DDTreeWorker(DFlashWorkerV2):
         self,
         logits_output: Any,
         can_run_cuda_graph: bool,
-        walk: WalkResult | PackedWalk | Committed | PackedCommitted,
-        plan: CommitPlan | PackedWalk | Committed | PackedCommitted,
+        walk: WalkResult | PackedWalk | Committed,
+        plan: CommitPlan | PackedWalk | Committed,
         round_stats: torch.Tensor,
         kept: tuple[Any, ...],
         told: tuple[torch.Tensor, torch.Tensor] | None = None,
