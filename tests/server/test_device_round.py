@@ -25,14 +25,15 @@ def test_the_round_is_the_devices(qwen3: Pair) -> None:
     assert (info["attention_backend"], info["page_size"]) == ("triton", 16)
 
 
-# Short answers: without a GPU the kernels are interpreted. The first token comes from prefill.
+# Short answers: without a GPU the kernels are interpreted, and of the paths one with all others' turns. The first token
+# comes from prefill.
 @pytest.mark.parametrize(
     "ranks, tokens, rounds",
     [
         ([[0] * DEPTH], 17, {DEPTH: 2}),
-        ([[-1] * DEPTH], 9, {0: 8}),
+        pytest.param([[-1] * DEPTH], 9, {0: 8}, marks=pytest.mark.gpu),
         ([[0, 1, 0, -1, -1, -1, -1], [-1] * DEPTH], 15, {0: 2, 3: 3}),
-        ([[1, 0, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1, -1]], 17, {3: 4}),
+        pytest.param([[1, 0, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1, -1]], 17, {3: 4}, marks=pytest.mark.gpu),
     ],
     ids=["chain", "nothing", "a side branch, then nothing", "two side branches in turn"],
 )

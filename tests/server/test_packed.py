@@ -65,7 +65,7 @@ def test_greedy_tokens(qwen3: Pair, where: str, name: str) -> None:
         assert sum(report["committed_tokens"] for report in reports) > rounds
 
 
-@pytest.mark.parametrize("where", ["torch", "device"])
+@pytest.mark.parametrize("where", ["torch", pytest.param("device", marks=pytest.mark.gpu)])
 def test_requests_come_and_go(qwen3: Pair, where: str) -> None:
     """Requests join a running batch and end within it, greedy ones beside a sampled one."""
     lengths = [3, 20, 9, 14, 1, 17] if where == "torch" else [3, 12, 8]

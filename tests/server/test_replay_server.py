@@ -58,11 +58,11 @@ def rounds(answers: list[dict]) -> list[int]:
     return [answer["meta_info"]["spec_verify_ct"] for answer in answers]
 
 
-# The benchmark that rests on this runs on a GPU; on a CPU one server shows that the recording is served.
-@pytest.mark.parametrize(
-    "mode, flags",
-    [("ddtree-15", ("--speculative-ddtree-budget", "15")), pytest.param("shadow-15", (), marks=pytest.mark.gpu)],
-)
+# The benchmark that rests on this runs on a GPU, and so do these; all of them pass on a CPU too, in seven minutes.
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("mode, flags", [("ddtree-15", ("--speculative-ddtree-budget", "15")), ("shadow-15", ())])
 def test_rounds_are_those_of_the_recording(
     qwen3: Pair, texts: Texts, recording: Path, mode: str, flags: tuple[str, ...]
 ) -> None:
@@ -83,7 +83,6 @@ def test_rounds_are_those_of_the_recording(
     assert tokens / sum(rounds(answers)) > 2
 
 
-@pytest.mark.gpu
 def test_rounds_of_changing_shape_say_the_same_text(qwen3: Pair, texts: Texts, recording: Path) -> None:
     """Packed rounds, whose rows have owners, and rounds that draft nothing."""
     env = {"PYTHONPATH": f"{REPLAY}:{HERE / 'plugins'}", "DDTREE_TEST_ROUNDS": "1", "DDTREE_TEST_SCRIPT": ""}
@@ -95,7 +94,6 @@ def test_rounds_of_changing_shape_say_the_same_text(qwen3: Pair, texts: Texts, r
     assert sum(rounds(answers)) > sum(whole[text] for text in texts.order[:8])
 
 
-@pytest.mark.gpu
 def test_overlap(qwen3: Pair, texts: Texts, recording: Path) -> None:
     """Rounds of which the host knows nothing when they start; two texts, since the kernels may be interpreted."""
     env = dict(DEVICE_ROUND)
@@ -110,14 +108,12 @@ def test_overlap(qwen3: Pair, texts: Texts, recording: Path) -> None:
     assert rounds(ask(server, texts, chosen, serial=0)) == [expected[text] for text in chosen]
 
 
-@pytest.mark.gpu
 def test_real_weights_are_refused(qwen3: Pair, recording: Path) -> None:
     env = {"PYTHONPATH": REPLAY, "DDTREE_REPLAY": str(recording)}
     with pytest.raises(ServerDied, match="REPLAY: --load-format must be dummy, got auto"):
         qwen3.server("replay-refused", env=env)
 
 
-@pytest.mark.gpu
 def test_the_benchmark(tmp_path: Path) -> None:
     shown = run(
         "bench_replay.py", tmp_path / "replay", "--only", "ddtree-7", "--requests", "1", "2", "--jump", "ddtree-7"
