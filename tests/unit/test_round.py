@@ -21,6 +21,7 @@ from sglang.srt.speculative import ddtree_graph_runner, ddtree_simulation  # noq
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner  # noqa: E402
 from sglang.srt.speculative.ddtree_round import TorchRound, root_trees  # noqa: E402
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker  # noqa: E402
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2  # noqa: E402
 
 SEQ_LENS = torch.tensor([10, 20])
 
@@ -166,6 +167,18 @@ def test_what_has_no_packed_rounds(config: DDTreeConfig, recurrent: bool, messag
     worker = SimpleNamespace(config=config, _need_mamba_verify_commit=recurrent, model_runner=runner, device="cuda")
     with pytest.raises(AssertionError, match=message):
         DDTreeWorker._assert_packable(worker)
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_verify_graphs_choose_only_where_a_commit_reads_it(monkeypatch: pytest.MonkeyPatch, commits: bool) -> None:
+    monkeypatch.setattr(DFlashWorkerV2, "init_attention_backends", lambda self: None)
+    monkeypatch.setattr(DDTreeWorker, "_commits_on_device", lambda self: commits)
+    worker, hooks = object.__new__(DDTreeWorker), []
+    runner = SimpleNamespace(capture_tail_hooks=hooks)
+    monkeypatch.setattr(DDTreeWorker, "target_worker", SimpleNamespace(model_runner=runner))
+    worker._verify_tail = object()
+    worker.init_attention_backends()
+    assert hooks == ([worker._verify_tail] if commits else [])
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -59,8 +59,7 @@ class Committed:
         next_tokens: int64 [bs * N], accept_lens: int32 [bs], new_seq_lens: int64 [bs], bonus: int64 [bs]: as in
             `ddtree_kernels.DeviceWalk`.
         round_stats: int64 [bs, 4] of `ddtree_stats`.
-        rows: int64 [bs, P], places among the bs * N nodes; overwritten by the next round.
-        buffer: the tensor.
+        rows: int64 [bs, P], places among the bs * N nodes; no such view: overwritten by the next round.
     """
 
     next_tokens: torch.Tensor
@@ -69,7 +68,6 @@ class Committed:
     bonus: torch.Tensor
     round_stats: torch.Tensor
     rows: torch.Tensor
-    buffer: torch.Tensor
 
 
 class TreeBuffers:
@@ -99,6 +97,42 @@ class TreeBuffers:
         return self._heads[bs]
 
 
+class CommitInputs:
+    """What a commit from graphs reads and holds, whether rounds are uniform or packed.
+
+    Args:
+        runner: the target's; its padded inputs ``buffers.seq_lens`` int64 [bs] and ``buffers.out_cache_loc`` int64
+            [tokens] are read where they lie.
+        tail: of its graphs.
+        budget: of the widest tree.
+        requests: the most that a graph holds.
+        pool: what `ddtree_kv_move.movable` gave.
+        kept: what the drafter's writer uses and nobody else may free.
+
+    Attributes:
+        largest: ``requests``.
+    """
+
+    def __init__(self, *, runner: Any, tail: VerifyTail, budget: int, requests: int, pool: Any, kept: Any) -> None:
+        assert tail.choices is not None, "the target's graphs have not been captured"
+        self._runner, self._tail, self._pool, self._kept = weakref.ref(runner), tail, pool, kept
+        self._seq_lens, self._slots = runner.buffers.seq_lens, runner.buffers.out_cache_loc
+        for name in ("seq_lens", "out_cache_loc"):
+            if getattr(runner.buffers, name).dtype != torch.int64:
+                raise TypeError(f"{name} must be int64, got {getattr(runner.buffers, name).dtype}.")
+        self.largest = requests
+        self._trees = TreeBuffers(requests, budget, self._seq_lens.device)
+
+    @property
+    def runner(self) -> Any:
+        """The target's graph runner; None once SGLang has dropped it for another, whose graphs need the memory."""
+        return self._runner()
+
+    def tree(self, bs: int) -> RoundTree | None:
+        """Where the trees of a round of ``bs`` requests are built; None: more than any graph holds."""
+        return None if bs > self.largest else self._trees.head(bs)
+
+
 @dataclass(frozen=True)
 class _Places:
     """The buffers of one batch size; ``flat`` holds all that leaves the graph."""
@@ -109,21 +143,17 @@ class _Places:
     flat: torch.Tensor
 
 
-class CommitGraphs:
+class CommitGraphs(CommitInputs):
     """One graph per captured batch size of the target, behind its verify graph of that size.
 
     A batch of raw size r runs with the graph of bs >= r requests. Those behind r walk an old tree, move SGLang's dummy
     slot 0 onto itself and write the drafter's dummy slot.
 
     Args:
-        runner: the target's; its padded inputs ``buffers.seq_lens`` int64 [bs] and ``buffers.out_cache_loc`` int64
-            [bs * N] are read where they lie, and ``bs`` says in which graph the last verify ran.
-        tail: of its graphs.
+        runner, tail, pool, kept: as in `CommitInputs`; the runner's ``bs`` says in which graph the last verify ran.
         budget, max_depth: of the served trees.
-        pool: what `ddtree_kv_move.movable` gave.
         feed: writes the drafter's keys and values: hidden states [bs * P, features] along the paths, and the walk.
         capture: see `cuda_capture`.
-        kept: what ``feed`` uses and nobody else may free.
     """
 
     def __init__(
@@ -138,30 +168,13 @@ class CommitGraphs:
         capture: Capture,
         kept: Any = None,
     ):
-        assert tail.choices is not None, "the target's graphs have not been captured"
         sizes: list[int] = list(runner.capture_bs)
-        self._runner, self._tail = weakref.ref(runner), tail
-        self._max_depth, self._nodes = max_depth, budget + 1
-        self._seq_lens, self._slots = runner.buffers.seq_lens, runner.buffers.out_cache_loc
-        for name in ("seq_lens", "out_cache_loc"):
-            if getattr(runner.buffers, name).dtype != torch.int64:
-                raise TypeError(f"{name} must be int64, got {getattr(runner.buffers, name).dtype}.")
-        self._pool, self._feed, self._kept = pool, feed, kept
-        self.largest = max(sizes)
+        super().__init__(runner=runner, tail=tail, budget=budget, requests=max(sizes), pool=pool, kept=kept)
+        self._max_depth, self._nodes, self._feed = max_depth, budget + 1, feed
         device = self._seq_lens.device
-        self._trees = TreeBuffers(self.largest, budget, device)
         self._places = {bs: self._allocate(bs, device) for bs in sizes}
         # From the largest down: the smaller ones fit into its memory.
         self._replay = {bs: capture(partial(self._run, bs)) for bs in sorted(sizes, reverse=True)}
-
-    @property
-    def runner(self) -> Any:
-        """The target's graph runner; None once SGLang has dropped it for another, whose graphs need the memory."""
-        return self._runner()
-
-    def tree(self, bs: int) -> RoundTree | None:
-        """Where the trees of a round of ``bs`` requests are built; None: more than any graph holds."""
-        return None if bs > self.largest else self._trees.head(bs)
 
     def choices(self, bs: int) -> torch.Tensor:
         """int64 [bs, N], the likeliest tokens of the last verify, and where other choices are put."""
@@ -185,7 +198,6 @@ class CommitGraphs:
             round_stats=flat[at + 2 * bs : at + 2 * bs + 4 * raw_bs].view(raw_bs, 4),
             accept_lens=flat[at + 6 * bs :].view(torch.int32)[:raw_bs],
             rows=rows[:raw_bs],
-            buffer=flat,
         )
 
     def _allocate(self, bs: int, device: torch.device) -> _Places:

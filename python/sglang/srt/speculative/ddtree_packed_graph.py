@@ -9,7 +9,6 @@ Letters in shapes: bs requests, C nodes of a dense tree, T verify tokens, W word
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from sglang.srt.speculative import ddtree_ragged, ddtree_ragged_kernels
-from sglang.srt.speculative.ddtree_commit_graph import Capture, Committed, TreeBuffers, VerifyTail
+from sglang.srt.speculative.ddtree_commit_graph import Capture, CommitInputs, Committed, VerifyTail
 from sglang.srt.speculative.ddtree_kv_move import move_accepted
 from sglang.srt.speculative.ddtree_ragged import (
     BINS,
@@ -36,7 +35,7 @@ class PackedCommitted(Committed):
     """What a packed round commits and tells; of paths of P places, not of N nodes.
 
     Attributes:
-        histogram: int32 [64], expected: float32 [bs]: as in `ddtree_ragged.Allotment`; views of ``buffer`` as well.
+        histogram: int32 [64], expected: float32 [bs]: as in `ddtree_ragged.Allotment`; views as well.
     """
 
     histogram: torch.Tensor
@@ -54,18 +53,16 @@ class _Places:
     requests: int
 
 
-class PackedCommitGraphs:
+class PackedCommitGraphs(CommitInputs):
     """One graph per captured total of verify tokens, behind the verify graph of that total.
 
     A graph of T tokens holds as many requests as the verify graph; what those behind the running ones do, they do to
     SGLang's dummy slot 0.
 
     Args:
-        runner: the target's; its padded inputs ``buffers.seq_lens`` int64 [bs] and ``buffers.out_cache_loc`` int64 [T]
-            are read where they lie.
-        tail: of its graphs.
+        runner, tail, pool, kept: as in `ddtree_commit_graph.CommitInputs`.
         budget, max_depth: of the widest tree; C = budget + 1.
-        pool, capture, kept: as in `ddtree_commit_graph.CommitGraphs`.
+        capture: see `ddtree_commit_graph.cuda_capture`.
         feed: writes the drafter's keys and values: hidden states [T, features], slots int64 [T], of which those of rows
             that were not accepted are the dummy one, and positions int64 [T].
     """
@@ -82,17 +79,9 @@ class PackedCommitGraphs:
         capture: Capture,
         kept: Any = None,
     ):
-        assert tail.choices is not None, "the target's graphs have not been captured"
-        self._runner, self._tail, self._max_depth = weakref.ref(runner), tail, max_depth
+        super().__init__(runner=runner, tail=tail, budget=budget, requests=runner.max_bs, pool=pool, kept=kept)
+        self._max_depth, self._feed, self._device = max_depth, feed, self._seq_lens.device
         totals: list[int] = sorted(runner.capture_num_tokens)
-        self._seq_lens, self._slots = runner.buffers.seq_lens, runner.buffers.out_cache_loc
-        for name in ("seq_lens", "out_cache_loc"):
-            if getattr(runner.buffers, name).dtype != torch.int64:
-                raise TypeError(f"{name} must be int64, got {getattr(runner.buffers, name).dtype}.")
-        self._pool, self._feed, self._kept = pool, feed, kept
-        self.largest: int = runner.max_bs
-        self._device = self._seq_lens.device
-        self._trees = TreeBuffers(self.largest, budget, self._device)
         self._indptr = torch.full((self.largest + 1,), totals[-1], dtype=torch.int32, device=self._device)
         self._lens = torch.zeros(self.largest, dtype=torch.int32, device=self._device)
         self._nodes = allocate_packed(totals[-1], self._trees.whole.ancestor_bits.shape[2], self._device)
@@ -107,15 +96,6 @@ class PackedCommitGraphs:
         self._places = {total: self._allocate(total, runner._ragged_capture_slots(total)) for total in totals}
         # From the largest down: the smaller ones fit into its memory.
         self._replay = {total: capture(partial(self._run, total)) for total in reversed(totals)}
-
-    @property
-    def runner(self) -> Any:
-        """The target's graph runner; None once SGLang has dropped it for another, whose graphs need the memory."""
-        return self._runner()
-
-    def tree(self, bs: int) -> RoundTree | None:
-        """Where the trees of a round of ``bs`` requests are built; None: more than any graph holds."""
-        return None if bs > self.largest else self._trees.head(bs)
 
     def plain_tree(self, bonus_tokens: torch.Tensor) -> RoundTree:
         """The roots alone, for a round that builds nothing; ``bonus_tokens`` int64 [bs]."""
@@ -191,7 +171,6 @@ class PackedCommitGraphs:
             expected=words[held : held + bs].view(torch.float32),
             histogram=words[2 * held : 2 * held + BINS],
             rows=places.walk.rows[:bs],
-            buffer=flat,
         )
 
     def _rows(self, total: int) -> PackedNodes:

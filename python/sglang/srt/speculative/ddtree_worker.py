@@ -115,7 +115,6 @@ class DDTreeWorker(DFlashWorkerV2):
         # Read when the target's graphs are captured, which is later: SGLang's own runner would capture no mask.
         target_worker.model_runner._decode_cuda_graph_runner_cls = lambda: DDTreeVerifyGraphRunner
         self._verify_tail = VerifyTail()
-        target_worker.model_runner.capture_tail_hooks.append(self._verify_tail)
         self._commit_graphs: CommitGraphs | PackedCommitGraphs | None = None
         self._auto: AutoBudget | None = None
         self._auto_round: AutoRound | None = None
@@ -137,6 +136,12 @@ class DDTreeWorker(DFlashWorkerV2):
             tp_group=get_tp_group(),
             device=self.device,
         )
+
+    def init_attention_backends(self) -> None:
+        """Before any graph is captured, and behind the memory pools."""
+        super().init_attention_backends()
+        if self._commits_on_device():
+            self.target_worker.model_runner.capture_tail_hooks.append(self._verify_tail)
 
     def init_cuda_graphs(self) -> None:
         super().init_cuda_graphs()
@@ -298,6 +303,7 @@ class DDTreeWorker(DFlashWorkerV2):
         # Made on the scheduler's stream, read on this one.
         bonus_tokens = batch.spec_info.bonus_tokens
         record_stream_each((batch.seq_lens, bonus_tokens), self._stream())
+        self._renew_commits()
         shape = self._shape_of_round(batch)
         if shape == "plain":
             tree = self._plain_tree(bonus_tokens, batch.seq_lens)
@@ -332,7 +338,6 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _packed_graphs(self, bs: int) -> PackedCommitGraphs | None:
         """What commits a packed round of ``bs`` requests from a graph, if it can."""
-        self._renew_commits()
         graphs = self._commit_graphs
         return graphs if isinstance(graphs, PackedCommitGraphs) and bs <= graphs.largest else None
 
@@ -348,7 +353,6 @@ class DDTreeWorker(DFlashWorkerV2):
         """The trees to verify, and in shadow-linear mode those that are only looked at; arguments as in `build`."""
         config = self.config
         if not config.shadow_linear:
-            self._renew_commits()
             graphs = self._commit_graphs
             out = None if graphs is None else graphs.tree(len(bonus_tokens))
             return self._round.build(bonus_tokens, ids, logprobs, config.budget, seq_lens, out), None
