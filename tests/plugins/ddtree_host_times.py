@@ -18,6 +18,10 @@ STEPS = {
     f"{WORKER}.DDTreeWorker": ("_draft", "_build", "_verify_input", "_commit", "_move_kv", "_feed_drafter"),
     WORKER: ("eagle_prepare_for_verify", "choose_tokens"),
     "sglang.srt.speculative.ddtree_round.DeviceRound": ("build", "commit", "stats"),
+    "sglang.srt.speculative.ddtree_auto.AutoBudget": ("begin_round", "end_round", "launched"),
+    "sglang.srt.speculative.ddtree_commit_graph.CommitGraphs": ("replay",),
+    "sglang.srt.speculative.ddtree_packed_graph.PackedCommitGraphs": ("pack", "replay"),
+    "sglang.srt.speculative.dflash_info.DDTreeVerifyInput": ("prepare_packed",),
     "sglang.srt.managers.tp_worker.TpModelWorker": ("forward_batch_generation",),
 }
 
@@ -25,6 +29,7 @@ STEPS = {
 class Times:
     def __init__(self):
         self.seconds, self.rounds, self.last = {}, 0, None
+        self.requests = self.graphs = 0
 
     def add(self, name, seconds):
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
@@ -35,8 +40,10 @@ class Times:
         self.last, self.rounds = begin, self.rounds + 1
         if self.rounds % EVERY == 0:
             words = ", ".join(f"{name} {1e6 * total / EVERY:.0f}" for name, total in sorted(self.seconds.items()))
-            logger.info("host times, us per round: %s", words)
+            requests, graphs = self.requests / EVERY, self.graphs / EVERY
+            logger.info("host times, us per round: %s; %.1f requests, %.2f in graphs", words, requests, graphs)
             self.seconds.clear()
+            self.requests = self.graphs = 0
 
 
 TIMES = Times()
@@ -62,6 +69,8 @@ def timed_round(function):
         result = function(worker, batch, *args, **kwargs)
         if decodes:
             TIMES.add(ROUND, time.perf_counter() - begin)
+            TIMES.requests += len(batch.seq_lens)
+            TIMES.graphs += bool(result.can_run_cuda_graph)
             TIMES.end_round(begin)
         else:
             TIMES.last = None

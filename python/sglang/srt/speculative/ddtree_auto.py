@@ -41,9 +41,10 @@ CACHE_VARIABLE = "SGLANG_DDTREE_CACHE_DIR"
 # Rounds whose end has not been seen yet. Overlap scheduling has two under way; an event that never comes is given up.
 _PENDING = 8
 _MOST_BUCKETS = 24
-# A decision, and learning from its round, is 0.2 ms of the host's time, which a round of few requests may notice.
-_FEW_REQUESTS = 8
-_MOST_TOKENS = 1024
+# A choice is kept while the number of requests stays within this share of what it was made for.
+_SAME_LOAD = 0.125
+# The most verify tokens of a round, whatever the requests; for many requests, per request, and where that ends.
+_MOST_TOKENS, _TOKENS_PER_REQUEST, _MANY_TOKENS = 1024, 16, 2048
 
 
 # --- The totals of verify tokens that are captured.
@@ -84,11 +85,14 @@ def token_buckets(max_requests: int, max_budget: int) -> tuple[int, ...]:
 
 
 def most_tokens(max_requests: int, max_budget: int) -> int:
-    """The most verify tokens that a round can have: all nodes, but not more than 1024, or four for each request.
+    """The most verify tokens that a round can have: all nodes, but not more than 1024, or 16 for each request up to 2048,
+    or four for each request.
 
-    A GPU computes by then, and what it computes is nearly all rejected; the logits of the rows take memory as well.
+    A large model computes by then, and what it computes is nearly all rejected; a small one may still be waiting for
+    its launches. The logits of the rows take memory as well.
     """
-    most = min(max_requests * (max_budget + 1), max(_MOST_TOKENS, _round_up(4 * max_requests, 8)))
+    many = max(min(_TOKENS_PER_REQUEST * max_requests, _MANY_TOKENS), _round_up(4 * max_requests, 8))
+    most = min(max_requests * (max_budget + 1), max(_MOST_TOKENS, many))
     return most - most % 8 if most > 64 else most
 
 
@@ -200,16 +204,16 @@ class AutoBudget:
         config: of the flags, with a known block size; its ``budget`` is the most nodes per request.
         buckets: totals of verify tokens that can be run, roots counted: what is captured, else `token_buckets`.
         draft_widths: block sizes that can be drafted, the root's position counted; None: the drafter's own.
-        decide: under tensor parallelism, what takes this rank's (draft width, tokens) and returns the first rank's,
-            which all ranks then run; times differ from rank to rank. Called once a round. None: one rank.
+        decide: under tensor parallelism, what takes this rank's (draft width, tokens, probe) and returns the first
+            rank's, which all ranks then run; times differ from rank to rank. Called once a decision. None: one rank.
         new_event: makes an event that has been recorded on the current stream, with ``query()`` and
             ``elapsed_time(later)`` in ms, as ``torch.cuda.Event(enable_timing=True)``. None: no times.
         cost: the table of round times; may be set later as ``cost``. Without it every request gets 15 nodes, or the
             budget if that is less.
         plain: whether plain rounds can be run.
         settings: the policy's margins.
-        every: with at most 8 requests only one round in so many is decided and learnt from, as long as their number
-            stays; not under tensor parallelism, where ranks must decide in the same rounds.
+        every: only one round in so many is decided and learnt from, as long as the number of requests stays within an
+            eighth of what it was: that is a few tenths of a millisecond of the host's time.
 
     Attributes:
         policy: the policy, with its gain curve, cost table and calibration.
@@ -223,7 +227,7 @@ class AutoBudget:
         *,
         buckets: Sequence[int],
         draft_widths: Sequence[int] | None = None,
-        decide: Callable[[tuple[int, int]], tuple[int, int]] | None = None,
+        decide: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None,
         new_event: Callable[[], Any] | None = None,
         cost: CostTable | None = None,
         plain: bool = True,
@@ -240,13 +244,19 @@ class AutoBudget:
             self.buckets,
             draft_widths=widths,
             plain=plain,
-            settings=replace(settings, fallback_nodes=min(settings.fallback_nodes, config.budget)),
+            settings=replace(
+                settings,
+                fallback_nodes=min(settings.fallback_nodes, config.budget),
+                # Waits are counted in decisions.
+                probe_first=max(settings.probe_first // every, 1),
+                probe_last=max(settings.probe_last // every, 1),
+            ),
         )
         self._decide, self._new_event = decide, new_event
         self._running: _Timed | None = None
         self._last: AutoRound | None = None
         self._repeated = 0
-        self._every = every if decide is None else 1
+        self._every = every
         self._pending: deque[_Timed] = deque(maxlen=_PENDING)
 
     @property
@@ -274,15 +284,16 @@ class AutoBudget:
         Raises:
             ValueError: as `ddtree_policy.choose`.
         """
-        last = self._last
-        if last is not None and last.requests == requests <= _FEW_REQUESTS and self._repeated < self._every - 1:
+        kept = self._kept(requests)
+        if kept is not None:
             self._repeated += 1
             if self._repeated == 1:
                 self._end_running()
-            return replace(last, fresh=False, probe=False)
+            return kept
         choice = self.policy.next_round(requests, context_tokens, classes() if callable(classes) else classes)
         if self._decide is not None:
-            choice = self._follow(choice, self._decide((choice.draft_width, choice.tokens)), requests)
+            own = (choice.draft_width, choice.tokens, int(choice.probe))
+            choice = self._follow(choice, self._decide(own), requests)
         if self._new_event is not None:
             now = self._end_running() or self._new_event()
             self._running = _Timed(choice.draft_width, requests, choice.tokens, context_tokens, now)
@@ -298,6 +309,16 @@ class AutoBudget:
         # A probe is one round, whatever it learns.
         self._last, self._repeated = None if made.probe else made, 0
         return made
+
+    def _kept(self, requests: int) -> AutoRound | None:
+        """The last decision once more, for about as many requests, unless it is time for another one."""
+        last = self._last
+        if last is None or self._repeated >= self._every - 1:
+            return None
+        if abs(requests - last.requests) > _SAME_LOAD * last.requests or requests > last.tokens and not last.plain:
+            return None
+        tokens = requests if last.plain else last.tokens
+        return replace(last, tokens=tokens, requests=requests, fresh=False)
 
     def _end_running(self) -> Any:
         """The event that ends the round that is timed, if one is."""
@@ -316,16 +337,16 @@ class AutoBudget:
         if self._running is not None and self._running.done is None and self._new_event is not None:
             self._running = replace(self._running, done=self._new_event())
 
-    def _follow(self, own: Choice, decided: tuple[int, int], requests: int) -> Choice:
-        """The first rank's choice, of which only the shape is known."""
-        width, tokens = decided
-        if (own.draft_width, own.tokens) == (width, tokens):
+    def _follow(self, own: Choice, decided: tuple[int, ...], requests: int) -> Choice:
+        """The first rank's choice, of which only the shape is known, and whether it is a probe."""
+        width, tokens, probe = decided
+        if (own.draft_width, own.tokens, own.probe) == (width, tokens, bool(probe)):
             return own
         assert tokens >= requests, f"the first rank chose {tokens} tokens for {requests} requests"
         gain = self.policy.gain
         nodes = min(tokens - requests, requests * gain.max_nodes) if width else 0
         drafts = float(gain.at(requests, np.array(nodes), width)) if width else 0.0
-        return Choice(width, tokens, nodes, requests + drafts, math.nan)
+        return Choice(width, tokens, nodes, requests + drafts, math.nan, bool(probe))
 
     def interrupt(self) -> None:
         """Something other than a round of decoding is about to run: the last round's time is not told by the next

@@ -96,6 +96,7 @@ class PackedCommitGraphs(CommitInputs):
         self._places = {total: self._allocate(total, runner._ragged_capture_slots(total)) for total in totals}
         # From the largest down: the smaller ones fit into its memory.
         self._replay = {total: capture(partial(self._run, total)) for total in reversed(totals)}
+        self._compile_packing()
 
     def plain_tree(self, bonus_tokens: torch.Tensor) -> RoundTree:
         """The roots alone, for a round that builds nothing; ``bonus_tokens`` int64 [bs]."""
@@ -172,6 +173,15 @@ class PackedCommitGraphs(CommitInputs):
             histogram=words[2 * held : 2 * held + BINS],
             rows=places.walk.rows[:bs],
         )
+
+    def _compile_packing(self) -> None:
+        """Run the two kernels that no graph holds in every shape that is compiled apart, before any request waits."""
+        columns = torch.zeros((1, 1), dtype=torch.int32, device=self._device)
+        for total, places in self._places.items():
+            sizes = {2**power for power in range(places.requests.bit_length())} | {places.requests}
+            for bs in sizes:
+                tree, zeros = self._trees.head(bs), torch.zeros(bs, dtype=torch.int64, device=self._device)
+                self.pack(tree, total, zeros, zeros, columns)
 
     def _rows(self, total: int) -> PackedNodes:
         if total not in self._rows_of:

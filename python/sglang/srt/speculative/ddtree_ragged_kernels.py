@@ -143,7 +143,11 @@ def _probability(x):
     return (units + ((1 << k) >> 1)) >> k
 
 
-@triton.jit(do_not_specialize=["bs", "cap", "total"])
+# Results lie at places that depend on the batch, and lengths in the last round's: compiled once for all of them.
+@triton.jit(
+    do_not_specialize=["bs", "cap", "total"],
+    do_not_specialize_on_alignment=["num_nodes", "qo_lens_out", "qo_indptr_out", "histogram_out", "expected_out"],
+)
 def _allot_kernel(
     scores,
     num_nodes,
@@ -264,7 +268,10 @@ def pack_nodes(
     return out
 
 
-@triton.jit(do_not_specialize=["bs", "cap", "words", "columns", "total"])
+@triton.jit(
+    do_not_specialize=["bs", "cap", "words", "columns", "total"],
+    do_not_specialize_on_alignment=["qo_indptr", "seq_lens", "req_pool_indices"],
+)
 def _pack_kernel(
     tokens,
     depths,

@@ -77,8 +77,8 @@ from sglang_ddtree.requirements import check_loaded_target, device_round
 logger = logging.getLogger(__name__)
 
 CommittedRound = TypeVar("CommittedRound", bound=Committed)
-# Under the budget auto, with few requests.
-_DECIDE_EVERY = 4
+# Under the budget auto: rounds per decision.
+_DECIDE_EVERY = 8
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -768,12 +768,11 @@ def _recorded_event() -> Any:
 
 def _first_agrees(group: Any, own: bool) -> bool:
     """The first rank's answer, on every rank of a tensor-parallel group."""
-    return bool(_first_ranks(group, (int(own), 0))[0])
+    return bool(_first_ranks(group, (int(own),))[0])
 
 
-def _first_ranks(group: Any, own: tuple[int, int]) -> tuple[int, int]:
-    """The first rank's two numbers, on every rank of a tensor-parallel group."""
+def _first_ranks(group: Any, own: tuple[int, ...]) -> tuple[int, ...]:
+    """The first rank's numbers, on every rank of a tensor-parallel group."""
     numbers = torch.tensor(own, dtype=torch.int64)
     torch.distributed.broadcast(numbers, src=group.ranks[0], group=group.cpu_group)
-    width, tokens = numbers.tolist()
-    return width, tokens
+    return tuple(numbers.tolist())
