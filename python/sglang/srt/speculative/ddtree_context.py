@@ -51,8 +51,8 @@ def fitting(runners: Sequence[Any], most_requests: int) -> LongContexts | None:
     requests = min(MOST_REQUESTS, most_requests, *(table.shape[0] - 1 for table in tables))
     if tokens < LEAST_TOKENS or requests < 1:
         logger.info(
-            "DDTREE: what longer contexts cost is not measured and taken for nothing: %d tokens fit (context length %d, "
-            "KV pool %d), it takes %d.",
+            "DDTREE: what longer contexts cost is not measured and taken for nothing: %d tokens fit (context length "
+            "%d, KV pool %d), it takes %d.",
             max(tokens, 0),
             context,
             pool,

@@ -388,7 +388,8 @@ def load_or_measure(
     table = load(path, of)
     if agree(table is not None):
         if table is not None:
-            logger.info("DDTREE: cost table from %s.", path)
+            known = "" if table.context else ", which knows no context's cost: delete it to measure again"
+            logger.info("DDTREE: cost table from %s%s.", path, known)
         return table
     logger.info("DDTREE: measuring round times.")
     table = measure()
