@@ -287,6 +287,18 @@ def test_a_corrupt_table_is_measured_anew_and_replaced(tmp_path, caplog, text):
     assert cost.load_or_measure(path, ME, never).to_json() == measured.to_json()
 
 
+def test_a_table_on_disk_that_knows_no_context_says_so(tmp_path, caplog):
+    def never():
+        raise AssertionError("a table is on disk")
+
+    caplog.set_level(logging.INFO)
+    for name, context in (("with", {0: 1e-9}), ("without", None)):
+        table(context=context).save(tmp_path / name)
+        cost.load_or_measure(tmp_path / name, ME, never)
+    said = [record.getMessage() for record in caplog.records]
+    assert ["knows no context's cost" in line for line in said] == [False, True]
+
+
 def test_bytes_that_are_no_text_are_corrupt(tmp_path, caplog):
     (tmp_path / "table.json").write_bytes(b"\xff\xfe\x80")
     assert cost.load(tmp_path / "table.json", ME) is None
