@@ -262,3 +262,11 @@ def test_slots_are_given_back_whatever_happens(
         assert "cannot be measured" in caplog.text and str(error) in caplog.text
     assert lent == [True] and torch.equal(server.table, before)
     assert target.buffers.seq_lens.tolist() == [1] and target.buffers.req_pool_indices.tolist() == [0]
+
+
+def test_a_server_that_is_other_than_expected_starts_without(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(context=9000, slots=9000)
+    del server.token_to_kv_pool
+    runners = Runner(device, [1], 16, 0.002, 0.0, server), target_of(device, [1], [1], 16, 0.004, 0.0, server)
+    assert ddtree_timing.context_slopes({16: runners[0]}, runners[1], 1) == {}
+    assert "cannot be measured" in caplog.text and "token_to_kv_pool" in caplog.text

@@ -99,6 +99,17 @@ def context_slopes(drafters: Mapping[int, Any], target: Any, most_requests: int)
         target: as in `measure`.
         most_requests: that all of them have graphs for.
     """
+    try:
+        return _slopes(drafters, target, most_requests)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        # The device is in no state to serve; and what befalls one rank alone, the others must not wait for.
+        raise
+    except Exception:
+        logger.warning("DDTREE: what longer contexts cost cannot be measured and is taken for nothing.", exc_info=True)
+        return {}
+
+
+def _slopes(drafters: Mapping[int, Any], target: Any, most_requests: int) -> dict[int, float]:
     totals = target.capture_num_tokens
     contexts = fitting([*drafters.values(), target], min(most_requests, totals[-1]))
     if contexts is None:
@@ -108,17 +119,10 @@ def context_slopes(drafters: Mapping[int, Any], target: Any, most_requests: int)
         at = min(bisect_left(totals, contexts.requests * nodes), len(totals) - 1)
         return _slope(target, contexts, totals[at])
 
-    try:
-        drafted = verify(min(_NODES, target.captured_req_width))
-        slopes = {0: verify(1)}
-        for width, drafter in drafters.items():
-            slopes[width] = drafted + _slope(drafter, contexts, contexts.requests * drafter.captured_req_width)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        # The device is in no state to serve; and what befalls one rank alone, the others must not wait for.
-        raise
-    except Exception:
-        logger.warning("DDTREE: what longer contexts cost cannot be measured and is taken for nothing.", exc_info=True)
-        return {}
+    drafted = verify(min(_NODES, target.captured_req_width))
+    slopes = {0: verify(1)}
+    for width, drafter in drafters.items():
+        slopes[width] = drafted + _slope(drafter, contexts, contexts.requests * drafter.captured_req_width)
     return slopes
 
 
