@@ -257,6 +257,16 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "self",
             "forward_batch",
         ),
+        # Graphs are timed with batches of their capture.
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_prepare": (
+            "self",
+            "size",
+            "num_tokens",
+        ),
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute": (
+            "self",
+            "forward_batch",
+        ),
         "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls": None,
         "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._maybe_build_draft_sampler": None,
         "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._ensure_draft_block_buffers": ("self", "bs"),

@@ -262,6 +262,38 @@ def test_ranks_decide_in_the_same_rounds():
     assert probes
 
 
+def test_contexts_are_asked_for_only_where_a_round_is_decided():
+    asked: list[float] = []
+
+    def context() -> float:
+        asked.append(1000.0 * (1 + len(asked)))
+        return asked[-1]
+
+    clock, costs = Clock(), Observed()
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=costs, new_event=clock.event, every=4)
+    for _ in range(9):
+        run = auto.begin_round(2, context)
+        clock.launched += 0.008
+        clock.reached = clock.launched
+        auto.end_round(run, None, None, [0] * 2, ["greedy"] * 2)
+    assert asked == [1000.0, 2000.0, 3000.0]
+    # What a round's time is laid beside is its own context.
+    assert [told[4] for told in costs.told] == asked[:2]
+
+
+def test_long_contexts_make_larger_trees_worth_while():
+    cells = {(r, t): 0.004 + 1e-4 * t for r in LOADS for t in BUCKETS if r <= t <= 64 * r}
+    costs = CostTable({}, {r: 0.003 for r in LOADS}, {16: cells}, {0: 5e-8, 16: 5e-8}, context_base=1.0)
+    runs = [
+        AutoBudget(CONFIG, buckets=BUCKETS, cost=costs).begin_round(16, lambda each=each: 16.0 * each)
+        for each in (1, 1000, 10_000, 100_000)
+    ]
+    totals = [run.tokens for run in runs]
+    # A prefix is read once for all of a request's tokens: the more there is to read, the less they count.
+    assert totals == sorted(totals) and totals[-1] > 4 * totals[0]
+    assert [run.plain for run in runs][::3] == [True, False]
+
+
 def test_a_host_that_takes_longer_than_plain_rounds_makes_drafts_worth_while():
     """At many requests a plain round is short on the device, and the host is not done with the last one."""
     # On the device alone plain rounds would be the best.

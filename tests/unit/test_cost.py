@@ -168,6 +168,52 @@ def test_times_that_are_none_are_ignored(seconds):
     assert float(t.seconds(16, 4, 64)) == pytest.approx(affine(4, 64))
 
 
+# What 4 requests of 64 tokens take, and what their contexts add to it, mostly and hardly.
+LONG, SHORT = 4 * 100_000, 4 * 100
+
+
+def with_context(slope: float) -> "cost.CostTable":
+    return table(context={0: slope, 16: slope})
+
+
+def test_a_long_context_is_not_taken_for_a_slower_table():
+    t = with_context(4e-8)
+    for _ in range(300):
+        assert t.observe(16, 4, 64, affine(4, 64) + 4e-8 * LONG, LONG)
+        assert t.observe(0, 4, 4, 2.2e-3 + 4e-8 * LONG, LONG)
+    assert float(t.seconds(16, 4, 64, SHORT)) == pytest.approx(affine(4, 64) + 4e-8 * SHORT)
+    assert t.plain_seconds(4) == pytest.approx(2.2e-3)
+    # The same times without a word about contexts would have been believed of the table.
+    deaf = with_context(4e-8)
+    for _ in range(300):
+        deaf.observe(16, 4, 64, affine(4, 64) + 4e-8 * LONG)
+    assert float(deaf.seconds(16, 4, 64)) > 1.5 * affine(4, 64)
+
+
+def test_what_a_context_adds_is_corrected_where_it_is_most_of_the_round():
+    t = with_context(4e-8)
+    for _ in range(400):
+        assert t.observe(16, 4, 64, affine(4, 64) + 6e-8 * LONG, LONG)
+    assert float(t.seconds(16, 4, 64, LONG)) == pytest.approx(affine(4, 64) + 6e-8 * LONG, rel=0.02)
+    # The table took its share of it, until rounds with short contexts tell.
+    assert 1 < float(t.seconds(16, 4, 64)) / affine(4, 64) < 1.25
+    for _ in range(400):
+        t.observe(16, 4, 64, affine(4, 64) + 6e-8 * LONG, LONG)
+        t.observe(16, 4, 64, affine(4, 64) + 6e-8 * SHORT, SHORT)
+    for context in (SHORT, LONG):
+        assert float(t.seconds(16, 4, 64, context)) == pytest.approx(affine(4, 64) + 6e-8 * context, rel=0.02)
+    # What was measured goes to disk.
+    assert t.context == {0: 4e-8, 16: 4e-8}
+
+
+def test_a_context_is_corrected_by_no_more_than_a_factor_of_two():
+    t = with_context(4e-8)
+    for _ in range(2000):
+        t.observe(16, 4, 64, 40 * 4e-8 * LONG, LONG)
+    assert t._context(16, 4, LONG) == pytest.approx(2 * 4e-8 * LONG)
+    assert t._context(16, 4, 0.0) == 0.0
+
+
 # --- On disk.
 
 
@@ -239,6 +285,18 @@ def test_a_corrupt_table_is_measured_anew_and_replaced(tmp_path, caplog, text):
         raise AssertionError("the new table is on disk")
 
     assert cost.load_or_measure(path, ME, never).to_json() == measured.to_json()
+
+
+def test_a_table_on_disk_that_knows_no_context_says_so(tmp_path, caplog):
+    def never():
+        raise AssertionError("a table is on disk")
+
+    caplog.set_level(logging.INFO)
+    for name, context in (("with", {0: 1e-9}), ("without", None)):
+        table(context=context).save(tmp_path / name)
+        cost.load_or_measure(tmp_path / name, ME, never)
+    said = [record.getMessage() for record in caplog.records]
+    assert ["knows no context's cost" in line for line in said] == [False, True]
 
 
 def test_bytes_that_are_no_text_are_corrupt(tmp_path, caplog):

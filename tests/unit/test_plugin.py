@@ -413,6 +413,8 @@ INHERITED = (
     "sglang.srt.constrained.llguidance_backend.GuidanceGrammar.apply_vocab_mask",
     "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_prepare",
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
     f"{ATTENTION}.torch_native_backend.TorchNativeAttnBackend.forward_extend",
     f"{ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata",
     f"{ATTENTION}.triton_backend.TritonAttnBackend.init_forward_metadata_out_graph",

@@ -297,6 +297,18 @@ def test_calibration_and_context_move_the_choice():
     assert policy.choose(1, curve(), tight, (16, 64), context_tokens=100_000).tokens == 64
 
 
+def test_a_drafters_share_of_the_context_makes_plain_rounds_worth_while():
+    cells = {16: {(1, n): 0.006 for n in (4, 16, 64)}}
+    light, heavy = (cost.CostTable({}, {1: 0.004}, cells, {0: 1e-8, 16: 1e-8 + own}) for own in (1e-9, 1e-7))
+    tried = [
+        policy.Policy(curve(), t, calibration.Calibration(), (4, 16, 64)).next_round(1, context)
+        for t in (light, heavy)
+        for context in (100, 1_000_000)
+    ]
+    assert [choice.draft_width for choice in tried] == [16, 16, 16, 0]
+    assert tried[3].seconds == pytest.approx(0.014)
+
+
 def test_a_shorter_draft_is_taken_where_it_pays():
     cells = {width: {(1, n): 0.004 + 2e-4 * width + 1e-4 * n for n in (2, 8, 16, 64)} for width in (8, 16)}
     t = cost.CostTable({}, {1: 0.01}, cells)

@@ -252,6 +252,32 @@ def test_the_hosts_bound_of_the_lengths() -> None:
     assert DDTreeWorker._host_bound(None, batch) is reserved
 
 
+def test_how_long_contexts_are_roughly():
+    reserved = SimpleNamespace(reserved_seq_lens_sum=1000)
+    batch = SimpleNamespace(seq_lens=torch.zeros(3), seq_lens_cpu=torch.tensor([100, 200, 7]), spec_info=reserved)
+    worker = SimpleNamespace(config=DDTreeConfig(budget=15, block_size=8))
+    assert DDTreeWorker._context_tokens(worker, batch) == 307
+    # Not known: two rounds of 16 slots are reserved ahead for each, in whole pages.
+    batch.seq_lens_cpu = None
+    assert DDTreeWorker._context_tokens(worker, batch) == 1000 - 3 * 32
+    reserved.reserved_seq_lens_sum = 90
+    assert DDTreeWorker._context_tokens(worker, batch) == 3
+
+
+def test_a_round_is_decided_by_load_and_context(monkeypatch):
+    told = []
+
+    def begin_round(requests, context_tokens, classes):
+        told.append((requests, context_tokens(), dict(classes())))
+        return SimpleNamespace(plain=False, tokens=16)
+
+    req = SimpleNamespace(sampling_params=SimpleNamespace(top_k=1, temperature=1.0))
+    batch = SimpleNamespace(seq_lens=torch.zeros(2), seq_lens_cpu=torch.tensor([100, 7]), reqs=[req, req])
+    worker = object.__new__(DDTreeWorker)
+    worker._auto = SimpleNamespace(begin_round=begin_round)
+    assert worker._shape_of_round(batch) == 16 and told == [(2, 107, {"greedy": 2})]
+
+
 def capture(monkeypatch: pytest.MonkeyPatch, shadow: bool, bits: bool):
     monkeypatch.setattr(ddtree_graph_runner, "reads_ancestor_bits", lambda backend: bits)
     config = DDTreeConfig(budget=70, block_size=8, shadow_linear=shadow)

@@ -1,8 +1,10 @@
 """Round times at start: which graphs are replayed, and what becomes of the times. The clock is a stand-in."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.plugins import load_plugins
 
 load_plugins()
@@ -12,6 +14,7 @@ from sglang_ddtree import overlay  # noqa: E402
 overlay.lay()
 
 from sglang.srt.speculative import ddtree_timing  # noqa: E402
+from sglang.srt.speculative.ddtree_context import LEAST_TOKENS, MOST_REQUESTS, MOST_TOKENS  # noqa: E402
 
 
 class Device:
@@ -46,23 +49,70 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-class Runner:
-    """One of SGLang's graph runners: half a millisecond to launch, and on the device by its tokens."""
+class Server:
+    """What the graphs of a target and its drafter share: rows of slots, and a pool of so many."""
 
-    def __init__(self, device: Device, sizes: list[int], width: int, fixed: float, each: float) -> None:
+    def __init__(self, context: int = 600, slots: int = 2000, rows: int = 9) -> None:
+        self.req_to_token_pool = SimpleNamespace(req_to_token=torch.full((rows, context + 4), 7, dtype=torch.int32))
+        self.token_to_kv_pool = SimpleNamespace(size=slots)
+        self.model_config = SimpleNamespace(context_len=context)
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.req_to_token_pool.req_to_token
+
+
+class Runner:
+    """One of SGLang's graph runners: half a millisecond to launch, and on the device by its tokens and the distinct
+    slots of the contexts."""
+
+    seq_len_fill_value = 1
+
+    def __init__(
+        self,
+        device: Device,
+        sizes: list[int],
+        width: int,
+        fixed: float,
+        each: float,
+        server: Server | None = None,
+        slope: float = 0.0,
+    ) -> None:
         self.on, self.capture_bs, self.captured_req_width = device, sizes, width
-        self.fixed, self.each = fixed, each
+        self.fixed, self.each, self.slope = fixed, each, slope
+        self.model_runner = server or Server()
+        most = max(sizes)
+        self.buffers = SimpleNamespace(
+            seq_lens=torch.ones(most, dtype=torch.int64),
+            seq_lens_cpu=torch.ones(most, dtype=torch.int64),
+            req_pool_indices=torch.zeros(most, dtype=torch.int64),
+        )
+        self.packed = False
         self.asked: set[tuple[int, int]] = set()
+        self.seen: list[SimpleNamespace] = []
         self.backend = SimpleNamespace(replay=lambda key, batch: self.run(0.00001, key))
 
     def run(self, host: float, tokens: int) -> None:
-        self.on.launch(host, self.fixed + self.each * tokens)
+        self.on.launch(host, self.fixed + self.each * tokens + self.slope * self.read)
 
     def capture_prepare(self, requests: int, num_tokens: int) -> tuple[SimpleNamespace, None, None]:
         self.asked.add((requests, num_tokens))
-        return SimpleNamespace(tokens=num_tokens), None, None
+        inputs = {name: buffer[:requests] for name, buffer in vars(self.buffers).items()}
+        spec_info = SimpleNamespace(draft_token_num=self.captured_req_width)
+        if self.packed:
+            spec_info.qo_indptr = torch.arange(self._ragged_capture_slots(num_tokens) + 1, dtype=torch.int32)
+        return SimpleNamespace(tokens=num_tokens, spec_info=spec_info, **inputs), None, None
 
     def execute(self, batch: SimpleNamespace) -> None:
+        """Loads the batch into the inputs, as SGLang's runner does, and gathers its slots."""
+        rows = len(batch.seq_lens)
+        for name, buffer in vars(self.buffers).items():
+            buffer[:rows] = getattr(batch, name)
+        contexts = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
+        slots = [self.model_runner.table[row, :length] for row, length in contexts]
+        # A context of one token is what a capture has.
+        self.read = len(torch.cat(slots).unique()) - rows if max(map(len, slots)) > 1 else 0
+        self.seen.append(batch)
         self._replay_graph_key = batch.tokens
         self.run(0.0005, batch.tokens)
 
@@ -70,10 +120,15 @@ class Runner:
         return min(total, max(self.capture_bs))
 
 
+def target_of(device: Device, totals: list[int], *arguments: object, **others: object) -> Runner:
+    target = Runner(device, *arguments, **others)
+    target.capture_num_tokens, target.packed = totals, True
+    return target
+
+
 def test_the_parts_add_up_and_the_host_is_a_bound(device: Device) -> None:
     drafter = Runner(device, [1, 2, 4], 16, 0.002, 1e-6)
-    target = Runner(device, [1, 2, 4], 8, 0.004, 1e-5)
-    target.capture_num_tokens = [1, 2, 4, 16, 32]
+    target = target_of(device, [1, 2, 4, 16, 32], [1, 2, 4], 8, 0.004, 1e-5)
     replayed = set()
 
     def commit(requests: int, total: int) -> None:
@@ -101,3 +156,117 @@ def test_the_parts_add_up_and_the_host_is_a_bound(device: Device) -> None:
     # What is left on the device are the commit's 0.3 ms.
     assert all(s == pytest.approx(share * 0.0011) for _, _, s in made["drafted"]["16"])
     assert all(s == pytest.approx(share * 0.0006) for _, s in made["plain"])
+
+
+# --- What longer contexts cost.
+
+
+def test_what_a_context_token_adds_is_measured_with_slots_of_its_own(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server = Server(context=40_000, slots=50_000, rows=20)
+    drafter = Runner(device, [1, 8, 16], 16, 0.002, 1e-6, server, slope=3e-9)
+    target = target_of(device, [1, 8, 16, 96, 128, 256], [1, 8, 16], 64, 0.004, 1e-5, server, slope=5e-8)
+    before = server.table.clone()
+    commits = SimpleNamespace(largest=16, replay=lambda requests, total: device.launch(0.0001, 0.0003))
+    made = ddtree_timing.measure(
+        drafter=drafter, target=target, commits=commits, max_budget=63, draft_width=16, identity={}
+    )
+    # A plain round reads the target's alone. 50000 slots hold 6 requests of 8192 tokens.
+    assert made.context == pytest.approx({0: 5e-8, 16: 5e-8 + 3e-9}) and made.context_base == 1
+    longest = [max(run.seen, key=lambda batch: int(batch.seq_lens_cpu.sum())) for run in (target, drafter)]
+    assert [batch.seq_lens.tolist() for batch in longest] == [[MOST_TOKENS] * 6] * 2
+    assert {batch.seq_lens_sum for batch in longest} == {6 * MOST_TOKENS}
+    # Rounds of a plain and of a usual size; every request has its share of the tokens.
+    assert {(6, 8), (6, 96)} <= target.asked and (6, 6 * 16) in drafter.asked
+    shares = [b.spec_info.qo_indptr.tolist() for b in target.seen if b.tokens == 96 and len(b.seq_lens) == 6]
+    assert shares and all(share == [16 * b for b in range(7)] for share in shares)
+    # All is as it was: later batches are as short as ever.
+    assert torch.equal(server.table, before)
+    for run in (drafter, target):
+        assert run.buffers.seq_lens.tolist() == run.buffers.seq_lens_cpu.tolist() == [1] * 16
+        assert not run.buffers.req_pool_indices.any()
+    assert "a context token adds 0.0500 us plain, 0.0530 us with draft width 16" in caplog.text
+
+
+def test_a_forward_that_is_no_slower_with_context_has_no_negative_slope(device: Device) -> None:
+    server = Server(context=9000, slots=9000)
+    drafter = Runner(device, [1], 16, 0.002, 0.0, server, slope=-1e-8)
+    target = target_of(device, [1, 16], [1], 16, 0.004, 0.0, server, slope=2e-8)
+    assert ddtree_timing.context_slopes({16: drafter}, target, 1) == pytest.approx({0: 2e-8, 16: 2e-8})
+
+
+@pytest.mark.parametrize(
+    "server, requests, tokens",
+    [
+        # As many requests as the graphs, the rows or the pool have room for, and tokens as the rows and the pool.
+        (Server(context=20_000, slots=1_000_000, rows=99), MOST_REQUESTS, MOST_TOKENS),
+        (Server(context=20_000, slots=1_000_000, rows=4), 3, MOST_TOKENS),
+        (Server(context=20_000, slots=3 * MOST_TOKENS - 1), 2, MOST_TOKENS),
+        (Server(context=20_000, slots=5000), 1, 5000),
+        (Server(context=4000, slots=1_000_000), MOST_REQUESTS, 4000 - 16 - 8),
+        (Server(context=LEAST_TOKENS + 16 + 8, slots=LEAST_TOKENS), 1, LEAST_TOKENS),
+    ],
+)
+def test_contexts_are_as_long_as_fits(device: Device, server: Server, requests: int, tokens: int) -> None:
+    drafter = Runner(device, [1, 16], 16, 0.002, 0.0, server, slope=1e-8)
+    target = target_of(device, [1, 16, 128], [1, 16], 8, 0.004, 0.0, server, slope=2e-8)
+    assert ddtree_timing.context_slopes({16: drafter}, target, 16) == pytest.approx({0: 2e-8, 16: 3e-8})
+    for run in (drafter, target):
+        assert {len(batch.seq_lens) for batch in run.seen} == {requests}
+        assert {int(batch.seq_lens[0]) for batch in run.seen} == {1, tokens}
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        Server(context=LEAST_TOKENS + 16 + 8 - 1, slots=100_000),
+        Server(context=20_000, slots=LEAST_TOKENS - 1),
+        Server(context=20_000, slots=100_000, rows=1),
+    ],
+)
+def test_where_no_long_context_fits_none_is_measured(
+    device: Device, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    drafter = Runner(device, [1], 16, 0.002, 0.0, server)
+    target = target_of(device, [1, 16], [1], 8, 0.004, 0.0, server)
+    assert ddtree_timing.context_slopes({16: drafter}, target, 1) == {}
+    assert not drafter.seen and not target.seen
+    assert "what longer contexts cost is not measured" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error, fatal", [(RuntimeError("no such graph"), False), (torch.OutOfMemoryError("no memory left"), True)]
+)
+def test_slots_are_given_back_whatever_happens(
+    device: Device, error: Exception, fatal: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(context=9000, slots=9000)
+    drafter = Runner(device, [1], 16, 0.002, 0.0, server)
+    target = target_of(device, [1, 16], [1], 16, 0.004, 0.0, server)
+    before, lent = server.table.clone(), []
+
+    def replay(key: int, batch: SimpleNamespace) -> None:
+        lent.append(not torch.equal(server.table, before))
+        raise error
+
+    monkeypatch.setattr(target.backend, "replay", replay)
+    if fatal:
+        with pytest.raises(type(error), match=str(error)):
+            ddtree_timing.context_slopes({16: drafter}, target, 1)
+    else:
+        # The server starts all the same, and says why it does not know.
+        assert ddtree_timing.context_slopes({16: drafter}, target, 1) == {}
+        assert "cannot be measured" in caplog.text and str(error) in caplog.text
+    assert lent == [True] and torch.equal(server.table, before)
+    assert target.buffers.seq_lens.tolist() == [1] and target.buffers.req_pool_indices.tolist() == [0]
+
+
+def test_a_server_that_is_other_than_expected_starts_without(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(context=9000, slots=9000)
+    del server.token_to_kv_pool
+    runners = Runner(device, [1], 16, 0.002, 0.0, server), target_of(device, [1], [1], 16, 0.004, 0.0, server)
+    assert ddtree_timing.context_slopes({16: runners[0]}, runners[1], 1) == {}
+    assert "cannot be measured" in caplog.text and "token_to_kv_pool" in caplog.text

@@ -85,8 +85,8 @@ def token_buckets(max_requests: int, max_budget: int) -> tuple[int, ...]:
 
 
 def most_tokens(max_requests: int, max_budget: int) -> int:
-    """The most verify tokens that a round can have: all nodes, but not more than 1024, or 16 for each request up to 2048,
-    or four for each request.
+    """The most verify tokens that a round can have: all nodes, but not more than 1024, or 16 for each request up to
+    2048, or four for each request.
 
     A large model computes by then, and what it computes is nearly all rejected; a small one may still be waiting for
     its launches. The logits of the rows take memory as well.
@@ -271,14 +271,14 @@ class AutoBudget:
     def begin_round(
         self,
         requests: int,
-        context_tokens: float = 0.0,
+        context_tokens: float | Callable[[], float] = 0.0,
         classes: Mapping[str, int] | Callable[[], Mapping[str, int]] | None = None,
     ) -> AutoRound:
         """Decide a round, just before the first of its kernels is launched. Mutates the policy.
 
         Args:
             requests: running, at least 1.
-            context_tokens: committed tokens of all requests, roughly.
+            context_tokens: committed tokens of all requests, roughly, or what gives them if asked.
             classes: requests per class of temperature, counts of `request_classes`, or what gives them if asked.
 
         Raises:
@@ -290,13 +290,14 @@ class AutoBudget:
             if self._repeated == 1:
                 self._end_running()
             return kept
-        choice = self.policy.next_round(requests, context_tokens, classes() if callable(classes) else classes)
+        context = context_tokens() if callable(context_tokens) else context_tokens
+        choice = self.policy.next_round(requests, context, classes() if callable(classes) else classes)
         if self._decide is not None:
             own = (choice.draft_width, choice.tokens, int(choice.probe))
             choice = self._follow(choice, self._decide(own), requests)
         if self._new_event is not None:
             now = self._end_running() or self._new_event()
-            self._running = _Timed(choice.draft_width, requests, choice.tokens, context_tokens, now)
+            self._running = _Timed(choice.draft_width, requests, choice.tokens, context, now)
         made = AutoRound(
             owner=self,
             plain=choice.draft_width == 0,
@@ -488,7 +489,7 @@ def measure_costs(
 
 
 def log_costs(table: CostTable, plain: Mapping[int, float], drafted: Mapping[tuple[int, int], float]) -> None:
-    """One line with the table in short: ms by requests, plain and at a few totals of verify tokens."""
+    """The table in short: ms by requests, plain and at a few totals of verify tokens; and what contexts add."""
     parts = []
     for load in sorted(plain):
         totals = [tokens for requests, tokens in sorted(drafted) if requests == load]
@@ -497,6 +498,12 @@ def log_costs(table: CostTable, plain: Mapping[int, float], drafted: Mapping[tup
         parts.append(f"{load}: {1000 * plain[load]:.2f} plain, {cells}")
     widths = ", ".join(str(width) for width in table.draft_widths)
     logger.info("DDTREE: ms per round by requests and verify tokens (draft width %s): %s.", widths, "; ".join(parts))
+    if table.context:
+        slopes = ", ".join(
+            f"{1e6 * slope:.4f} us {f'with draft width {width}' if width else 'plain'}"
+            for width, slope in sorted(table.context.items())
+        )
+        logger.info("DDTREE: a context token adds %s.", slopes)
 
 
 def identity_of(server_args: Any, config: DDTreeConfig, buckets: Sequence[int]) -> dict[str, str | int]:

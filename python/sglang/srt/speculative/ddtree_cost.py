@@ -22,14 +22,17 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+# 2: contexts are measured.
+FORMAT = 2
 # The share of a round's (clipped) deviation that goes into the point beside it, and into all points alike.
 _POINT_RATE, _SHARED_RATE = 0.03, 0.02
+# The same for what the context adds.
+_CONTEXT_RATE = 0.05
 # One round moves nothing by more than this (natural log); beyond _OUTLIER it does not count at all ...
 _CLIP, _OUTLIER = 0.2, math.log(2)
 # ... unless so many in a row say the same: then the machine has changed.
 _PATIENCE = 16
-_POINT_BOUND, _SHARED_BOUND = math.log(2), math.log(4)
+_POINT_BOUND, _SHARED_BOUND, _CONTEXT_BOUND = math.log(2), math.log(4), math.log(2)
 # How fast the host's own time is believed, and its least share in a plain round where only drafting ones were seen.
 _HOST_RATE, _PLAIN_SHARE = 0.2, 0.6
 
@@ -68,9 +71,12 @@ class _Row:
     def correct(self, x: float, step: float) -> None:
         """Move the point nearest to ``x`` (by ratio) by ``step``, natural log. Mutates the curve."""
         nearest = int(np.abs(np.log(self.points / x)).argmin())
-        moved = self._correction[nearest] + step
-        self._correction[nearest] = min(max(moved, -_POINT_BOUND), _POINT_BOUND)
+        self._correction[nearest] = _within(self._correction[nearest] + step, _POINT_BOUND)
         self._fitted = isotonic(self.measured * np.exp(self._correction))
+
+
+def _within(value: float, bound: float) -> float:
+    return min(max(value, -bound), bound)
 
 
 def _check(what: str, key: Sequence[int], seconds: float) -> None:
@@ -114,7 +120,7 @@ class CostTable:
         plain: requests to seconds of a plain round; empty if not measured.
         drafted: draft width to (requests, verify tokens) to seconds of a drafting round, roots counted in the tokens.
         context: draft width (0: plain) to seconds per committed token, summed over requests, that the context adds;
-            left out: none.
+            left out: none. One factor for all of them is corrected while serving.
         context_base: committed tokens per request at which the times were taken.
 
     Raises:
@@ -150,7 +156,7 @@ class CostTable:
             for (requests, tokens), seconds in sorted(cells.items()):
                 rows.setdefault(requests, {})[tokens] = seconds
             self._drafted[width] = {requests: _Row(row) for requests, row in rows.items()}
-        self._shared = 0.0
+        self._shared, self._context_correction = 0.0, 0.0
         self._outliers = 0
         self._host_plain, self._host_drafted = _HostTimes(), _HostTimes()
 
@@ -204,7 +210,8 @@ class CostTable:
         return np.maximum(device, max(self._host_plain.at(requests), self._host_drafted.at(requests)))
 
     def _context(self, draft_width: int, requests: int, context_tokens: float) -> float:
-        return self.context.get(draft_width, 0.0) * max(context_tokens - requests * self.context_base, 0.0)
+        slope = self.context.get(draft_width, 0.0) * math.exp(self._context_correction)
+        return slope * max(context_tokens - requests * self.context_base, 0.0)
 
     def observe(
         self,
@@ -218,8 +225,9 @@ class CostTable:
         """Take in a round's measured time, slowly. Mutates the corrections.
 
         A part of the deviation goes into the measured point nearest to the round, a part into all points alike: a
-        machine that is slower at everything must not make untried points look cheap. A time off by more than a factor
-        of two is ignored, until 16 rounds in a row are.
+        machine that is slower at everything must not make untried points look cheap. What the context is expected to
+        take of the round takes that share of the deviation: a round that is mostly context tells little of the points.
+        A time off by more than a factor of two is ignored, until 16 rounds in a row are.
 
         Args:
             draft_width: 0 for a plain round.
@@ -256,7 +264,10 @@ class CostTable:
             host.observe(requests, seconds)
             return True
         step = min(max(deviation, -_CLIP), _CLIP)
-        self._shared = min(max(self._shared + _SHARED_RATE * step, -_SHARED_BOUND), _SHARED_BOUND)
+        of_context = step * min(self._context(draft_width, requests, context_tokens) / expected, 1.0)
+        step -= of_context
+        self._context_correction = _within(self._context_correction + _CONTEXT_RATE * of_context, _CONTEXT_BOUND)
+        self._shared = _within(self._shared + _SHARED_RATE * step, _SHARED_BOUND)
         row = rows[min(rows, key=lambda r: abs(math.log(r / requests)))]
         row.correct(requests if draft_width == 0 else tokens, _POINT_RATE * step)
         return True
@@ -377,7 +388,8 @@ def load_or_measure(
     table = load(path, of)
     if agree(table is not None):
         if table is not None:
-            logger.info("DDTREE: cost table from %s.", path)
+            known = "" if table.context else ", which knows no context's cost: delete it to measure again"
+            logger.info("DDTREE: cost table from %s%s.", path, known)
         return table
     logger.info("DDTREE: measuring round times.")
     table = measure()

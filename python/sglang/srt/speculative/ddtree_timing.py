@@ -2,20 +2,27 @@
 
 The parts are timed apart, on the device by replaying nothing but the graph, and on the host by what it takes to launch
 it: a round lasts as long as the longer of the two. Contexts are as short as SGLang's capture makes them; what longer
-ones add is left to the correction while serving.
+ones add per token is timed once per draft width, on the device (`context_slopes`).
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.speculative.ddtree_auto import measure_costs, request_grid
+from sglang.srt.speculative.ddtree_context import LongContexts, batch_of, fitting, lent_slots
 from sglang.srt.speculative.ddtree_cost import CostTable
 
+logger = logging.getLogger(__name__)
+
 _REPEATS = 5
+# Nodes per request where a verify's share of the context is timed.
+_NODES = 16
 # The host's time for a round over that for its three replays: the scheduler, the tree and the packing (measured on an
 # H200's host with a small model, docs/gpu-runs.md).
 HOST_SHARE = 1.8
@@ -66,17 +73,70 @@ def of_runner(runner: Any, tokens_of: Callable[[int], tuple[int, int]]) -> PartT
     def prepare(size: int) -> tuple[Callable[[], None], Callable[[], None]]:
         requests, tokens = tokens_of(size)
         batch, _, _ = runner.capture_prepare(requests, num_tokens=tokens)
-
-        def launch() -> None:
-            # As if it had not been loaded yet.
-            runner.execute(batch)
-
-        def replay() -> None:
-            runner.backend.replay(runner._replay_graph_key, batch)
-
-        return launch, replay
+        return _run(runner, batch)
 
     return PartTimes(prepare)
+
+
+def _run(runner: Any, batch: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What `PartTimes` asks for, of a batch of the runner's capture."""
+
+    def launch() -> None:
+        # As if it had not been loaded yet.
+        runner.execute(batch)
+
+    def replay() -> None:
+        runner.backend.replay(runner._replay_graph_key, batch)
+
+    return launch, replay
+
+
+def context_slopes(drafters: Mapping[int, Any], target: Any, most_requests: int) -> dict[int, float]:
+    """Seconds that a context token adds to a round, by draft width, 0 for a plain one; empty if it cannot be timed.
+
+    Args:
+        drafters: graph runners by draft width, captured.
+        target: as in `measure`.
+        most_requests: that all of them have graphs for.
+    """
+    try:
+        return _slopes(drafters, target, most_requests)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        # The device is in no state to serve; and what befalls one rank alone, the others must not wait for.
+        raise
+    except Exception:
+        logger.warning("DDTREE: what longer contexts cost cannot be measured and is taken for nothing.", exc_info=True)
+        return {}
+
+
+def _slopes(drafters: Mapping[int, Any], target: Any, most_requests: int) -> dict[int, float]:
+    totals = target.capture_num_tokens
+    contexts = fitting([*drafters.values(), target], min(most_requests, totals[-1]))
+    if contexts is None:
+        return {}
+
+    def verify(nodes: int) -> float:
+        at = min(bisect_left(totals, contexts.requests * nodes), len(totals) - 1)
+        return _slope(target, contexts, totals[at])
+
+    drafted = verify(min(_NODES, target.captured_req_width))
+    slopes = {0: verify(1)}
+    for width, drafter in drafters.items():
+        slopes[width] = drafted + _slope(drafter, contexts, contexts.requests * drafter.captured_req_width)
+    return slopes
+
+
+def _slope(runner: Any, contexts: LongContexts, total: int) -> float:
+    """Seconds per context token of a forward with ``total`` new tokens, at least 0."""
+    short = int(runner.seq_len_fill_value)
+
+    def prepare(tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        return _run(runner, batch_of(runner, contexts.requests, total, tokens))
+
+    seconds = PartTimes(prepare)
+    with lent_slots(runner, contexts):
+        added = seconds(contexts.tokens) - seconds(short)
+    return max(added, 0.0) / (contexts.requests * (contexts.tokens - short))
 
 
 def measure(
@@ -117,6 +177,7 @@ def measure(
         # The host's times first, which every cell needs.
         for part, size in ((draft, 1), (verify, totals[0]), (commit, totals[0])):
             part(size)
+        context = context_slopes({draft_width: drafter}, target, most)
         return measure_costs(
             draft,
             lambda total: verify(total) + commit(total),
@@ -127,4 +188,6 @@ def measure(
             max_budget=max_budget,
             host_drafted=HOST_SHARE * (draft.host + verify.host + commit.host),
             host_plain=HOST_SHARE * (verify.host + commit.host),
+            context=context,
+            context_base=float(target.seq_len_fill_value),
         )

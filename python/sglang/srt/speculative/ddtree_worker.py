@@ -320,8 +320,8 @@ class DDTreeWorker(DFlashWorkerV2):
         """What this round verifies, decided before anything of it runs: see `ddtree_round.RoundShape`."""
         if self._auto is None:
             return None
-        classes = partial(_count_classes, batch.reqs)
-        self._auto_round = self._auto.begin_round(len(batch.seq_lens), classes=classes)
+        context, classes = partial(self._context_tokens, batch), partial(_count_classes, batch.reqs)
+        self._auto_round = self._auto.begin_round(len(batch.seq_lens), context, classes)
         return "plain" if self._auto_round.plain else self._auto_round.tokens
 
     def _plain_tree(self, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> RoundTree:
@@ -369,6 +369,18 @@ class DDTreeWorker(DFlashWorkerV2):
             return batch.seq_lens_cpu
         # An attention backend that plans on the device spares the scheduler the copy: all that was reserved.
         return batch.spec_info.reserved_seq_lens_cpu
+
+    def _context_tokens(self, batch: ScheduleBatch) -> int:
+        """Committed tokens of all requests, roughly: what the host knows without waiting for the device.
+
+        Where it does not know the lengths: all that was reserved, less the two rounds' slots ahead. The round before,
+        which may still run, is not counted, and pages are counted whole.
+        """
+        if batch.seq_lens_cpu is not None:
+            return int(batch.seq_lens_cpu.sum())
+        ahead = 2 * self.config.slots_per_round
+        bs = len(batch.seq_lens)
+        return max(batch.spec_info.reserved_seq_lens_sum - ahead * bs, bs)
 
     def _draft(self, batch: ScheduleBatch, bonus_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass of the drafter over [bonus, mask x (D - 1)].
