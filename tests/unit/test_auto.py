@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,11 +225,11 @@ def test_a_round_tells_of_the_width_that_it_drafted():
     auto = AutoBudget(CONFIG, buckets=BUCKETS, draft_widths=(8, 16), cost=two_widths(5e-5, 1e-4))
     few, many = auto.begin_round(1), auto.begin_round(64)
     assert (few.draft_width, few.narrow) == (16, False) and (many.draft_width, many.narrow) == (8, True)
+    wide = replace(many, draft_width=16, narrow=False)
     told = histogram_of(np.full((64, 63), 0.9))
-    # Each width has been drafted once.
-    for run, requests in ((few, 1), (many, 64)):
-        assert auto.end_round(run, told, None, [0] * requests, []).narrow == run.narrow
-    assert auto.totals.narrow_rounds == 1 and auto.totals.plain_rounds == 0
+    for run in (wide, many, wide, many):
+        assert auto.end_round(run, told, None, [0] * 64, []).narrow == run.narrow
+    assert auto.totals.narrow_rounds == 2 and auto.totals.plain_rounds == 0
     before = {width: float(auto.policy.gain.at(64, 64 * 5, width)) for width in (8, 16)}
     auto.end_round(many, histogram_of(np.full((64, 63), 0.1)), None, [0] * 64, [])
     fallen = {width: float(auto.policy.gain.at(64, 64 * 5, width)) / before[width] for width in (8, 16)}

@@ -156,9 +156,9 @@ def test_a_width_follows_another_the_less_the_more_it_was_drafted_itself():
         assert fallen[8] < -0.01
         return fallen[16] / fallen[8]
 
-    assert follows(0, 1) == pytest.approx(1) and follows(100, 1) == pytest.approx(0.5, abs=0.02)
-    assert follows(100, 1) < follows(100, 20) < follows(100, 200) < follows(0, 200) + 1e-9
-    assert 0.6 < follows(10, 1) < 0.95
+    assert follows(0, 1) == pytest.approx(1) == follows(0, 200)
+    # A single round says more of its own width than of the other, which is known well.
+    assert follows(100, 1) < 0.1 < follows(100, 10) < 0.5 < follows(100, 50) < 0.9 < follows(100, 200)
 
 
 def test_a_width_not_drafted_for_long_learns_from_its_next_rounds():
@@ -168,8 +168,9 @@ def test_a_width_not_drafted_for_long_learns_from_its_next_rounds():
     for _ in range(200):
         c.observe(64, {8: np.array(gain.PRIOR[8])})
     c.observe(64, {16: low})
-    assert float(c.at(1, 7, 16)) < 1.1 * low[7]
-    assert float(c.at(1, 7, 8)) > 0.7 * gain.PRIOR[8][7]
+    assert float(c.at(1, 7, 16)) < 0.75 * gain.PRIOR[16][7]
+    # Which says little of the one that was drafted all the time.
+    assert float(c.at(1, 7, 8)) > 0.95 * gain.PRIOR[8][7]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -579,13 +580,13 @@ def test_the_half_is_drafted_where_the_drafter_costs_much(seed):
     choices = world.rounds(256, 1000)
     assert {choice.draft_width for choice in choices if not choice.probe} == {8}
     probes = [i for i, choice in enumerate(choices) if choice.probe]
-    assert 5 <= len(probes) <= 1000 / policy.DEFAULT.probe_narrow
+    assert 5 <= len(probes) <= 1000 / (policy.DEFAULT.probe_narrow * policy.DEFAULT.probe_first)
     assert {choices[i].draft_width for i in probes} == {16}
     # What learning costs.
     assert world.mean_rate(256, choices) > 0.99 * world.best(256)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.8, 0.9, 0.97, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.8, 0.9, 0.97, 1.0])
 def test_probes_for_the_whole_block_cost_less_than_a_percent(share):
     """However much worse the whole block is."""
     world = Widths(two_widths(1e-5, 4e-5, **THIRD), {8: 1.0, 16: share}, seed=1)
@@ -614,8 +615,8 @@ def test_a_half_that_recovers_is_noticed():
 
 
 def test_a_half_that_cannot_pay_is_not_tried():
-    """It takes as long, so that it could be no better if its nodes were worth as much."""
-    world = Widths(two_widths(3e-5, 3e-5, **THIRD), {8: 0.5, 16: 1.0})
+    """It would be no better if its nodes were worth as much, because it takes longer."""
+    world = Widths(two_widths(4e-5, 3e-5, **THIRD), {8: 0.5, 16: 1.0})
     world.rounds(256, 300)
     assert {choice.draft_width for choice in world.rounds(256, 1000)} == {16}
 

@@ -24,9 +24,8 @@ PRIOR = {
     16: (0.0, 0.193, 0.385, 0.77, 1.334, 1.737, 2.252, 2.531, 2.826, 3.014, 3.221, 3.334, 3.497, 3.607),
 }
 
-# How much of another width's move a width leaves out that was drafted itself in all rounds of late, and what is left of
-# its own rounds' weight after each round of another width.
-_OWN, _FORGOTTEN = 0.5, 0.98
+# What is left of the weight of a width's rounds after each round of another width, down to a least in requests' rounds.
+_KEPT, _LEAST_OWN = 0.98, 16.0
 # Drafts below which a curve says nothing of proportions.
 _LEAST = 1e-9
 
@@ -103,8 +102,8 @@ class GainCurve:
 
     One curve per draft width. What a round of one width tells, it tells of the others by proportion: requests that are
     easy to draft for are so at any width. A width that was never drafted moves as the observed one does. One that was
-    drafted of late moves less, or how the widths compare would stay what it was before any data; and the longer it was
-    not, the more does its next round count.
+    moves the less the more is known of it than of the observed one, or how the widths compare would stay what it was
+    before any data. The longer a width was not drafted the less is known of it, and the more does its next round count.
 
     Args:
         max_nodes: drafted nodes that a request can have at most.
@@ -180,16 +179,19 @@ class GainCurve:
             self._weights[width] = weight + requests
             self._curves[width] = (1 - share) * self._curves[width] + share * gain
         moved = np.divide(self._curves[widest], before, out=np.ones_like(before), where=before > _LEAST)
+        told = self._own_weight(widest)
         for width in self.draft_widths:
             if width not in seen:
-                own = min(max(self._weights[width] - self._prior_weight, 0.0) / most, 1.0)
-                follows = moved ** (1 - _OWN * own)
+                own, weight = self._own_weight(width), self._weights[width]
+                follows = moved ** (told / (told + own) if own else 1.0)
                 limit = np.minimum(self.points, width - 1)
                 self._curves[width] = np.maximum.accumulate(np.minimum(self._curves[width] * follows, limit))
-                self._weights[width] = max(
-                    self._weights[width] * _FORGOTTEN, min(self._weights[width], self._prior_weight)
-                )
+                self._weights[width] = max(weight * _KEPT, min(weight, _LEAST_OWN))
         return True
+
+    def _own_weight(self, draft_width: int) -> float:
+        """What a width's curve knows from rounds that drafted it, in requests' rounds."""
+        return max(self._weights[draft_width] - self._prior_weight, 0.0)
 
     def age(self, kept: float = 0.995) -> None:
         """A round passed that tells nothing (no draft): what is known weighs less against what comes next."""

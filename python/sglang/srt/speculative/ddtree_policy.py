@@ -38,8 +38,8 @@ class Settings:
     """A plain round instead of a drafting one, or the reverse, must be better by this much."""
     probe_first: int = 16
     """Plain rounds until the widest draft is made all the same, to learn what drafts are worth by now."""
-    probe_narrow: int = 32
-    """The same where narrower drafts are made, which tell of the widest by proportion."""
+    probe_narrow: int = 2
+    """So many times as long where narrower drafts are made, which tell of the widest by proportion."""
     probe_last: int = 128
     """The wait doubles up to this many rounds while drafting stays clearly worse. A draft narrower than the current one
     waits as long."""
@@ -248,15 +248,14 @@ class Policy:
         if choice.draft_width == widest:
             self._waited, self._wait = 0, self._settings.probe_first
             return choice
-        first = self._settings.probe_narrow if choice.draft_width else self._settings.probe_first
-        self._wait = max(self._wait, first)
         self._waited += 1
-        if self._waited < self._wait or max(self._buckets, default=0) < requests:
+        wait = self._wait * (self._settings.probe_narrow if choice.draft_width else 1)
+        if self._waited < wait or max(self._buckets, default=0) < requests:
             return choice
         probe = self._best_of(widest, requests, factor, context_tokens, self.gain)
         clearly_worse = probe.rate < choice.rate * self._settings.probe_clear
         self._waited = 0
-        self._wait = min(2 * self._wait, self._settings.probe_last) if clearly_worse else first
+        self._wait = min(2 * self._wait, self._settings.probe_last) if clearly_worse else self._settings.probe_first
         return replace(probe, probe=True)
 
     def _narrower_to_probe(self, choice: Choice, measured: Sequence[int]) -> int | None:
