@@ -214,3 +214,68 @@ def test_a_captured_width_is_what_a_pass_runs():
     with pytest.raises(AttributeError):  # the stand-in's output is a string
         draft.run(batch_of([5]), torch.tensor([1]), torch.tensor([5]))
     assert runner.ran[0][1:] == (made.backend, made.graphs)
+
+
+# --- What the worker makes of it.
+
+
+def worker_of(auto: bool, **fields: Any) -> SimpleNamespace:
+    from sglang.srt.speculative.ddtree_worker import DDTreeWorker
+    from sglang_ddtree.flags import DDTreeConfig
+
+    worker = SimpleNamespace(config=DDTreeConfig(budget=63, block_size=16, auto=auto), block_size=16, **fields)
+    worker.of = lambda name, *args: getattr(DDTreeWorker, name)(worker, *args)
+    return worker
+
+
+def test_a_budget_that_is_a_number_has_one_width():
+    assert worker_of(auto=False).of("_draft_widths") == (16,)
+    assert worker_of(auto=True).of("_draft_widths") == (8, 16)
+
+
+def test_a_round_drafts_what_was_decided():
+    assert worker_of(auto=True, _auto_round=SimpleNamespace(draft_width=8)).of("_width_of_round") == 8
+    assert worker_of(auto=False, _auto_round=None).of("_width_of_round") == 16
+    drafted = []
+    passes = {
+        width: SimpleNamespace(run=lambda *args, width=width: drafted.append((width, *args))) for width in (8, 16)
+    }
+    worker = worker_of(auto=True, _draft_passes=passes, _host_bound=lambda batch: "lengths")
+    worker.of("_draft", "batch", "bonus", 8)
+    worker.of("_draft", "batch", "bonus", 16)
+    assert drafted == [(8, "batch", "bonus", "lengths"), (16, "batch", "bonus", "lengths")]
+
+
+@pytest.mark.parametrize("free", [0.9, 1.1])
+def test_half_a_draft_needs_memory_for_its_graphs(free: float, monkeypatch, caplog):
+    from sglang.srt.speculative import ddtree_worker
+
+    asked = []
+
+    def available(device: str, gpu_id: int, *, distributed: bool, cpu_group: Any) -> float:
+        asked.append((device, gpu_id, distributed, cpu_group))
+        return free
+
+    # All ranks of a group answer alike.
+    monkeypatch.setattr(ddtree_worker, "get_tp_group", lambda: SimpleNamespace(world_size=2, cpu_group="group"))
+    monkeypatch.setattr(ddtree_worker, "get_available_gpu_memory", available)
+    runner, made = ModelRunner(), []
+    tail = DraftTail(lm_head=None, block_size=8, topk=TOPK, max_bs=8, tp_group=None, device="cpu")
+
+    def draft_pass(*args: Any) -> str:
+        made.append(args)
+        return "pass"
+
+    worker = worker_of(auto=True, device="cuda", gpu_id=3, draft_model_runner=runner, ps=SimpleNamespace(tp_rank=0))
+    worker._draft_tail, worker._draft_pass = lambda width: tail, draft_pass
+    found = worker.of("_capture_narrow_draft", 8)
+    assert asked == [("cuda", 3, True, "group")]
+    if free < 1:
+        assert found is None and not made and "only 0.90 GB of GPU memory are free" in caplog.text
+        return
+    assert found is not None and found[0] == "pass" and found[1].captured_req_width == 8
+    ((width, forward, given),) = made
+    assert (width, given) == (8, tail) and forward("batch") == "output of batch"
+    # Its own tail, and nothing of the whole block's.
+    (hook,) = found[1].captured_with[1]
+    assert runner.ran[0][2] is found[1] and hook is not None
