@@ -121,6 +121,21 @@ def test_drafts_of_changing_length_on_the_device(qwen3: Pair) -> None:
 
 
 @pytest.mark.gpu
+def test_graphs_of_every_width_draft_what_the_drafter_does_without(qwen3: Pair) -> None:
+    """Compared in the server, round by round, at batches of several sizes; a difference ends it."""
+    flags = ("--attention-backend", "triton", "--page-size", "16")
+    env = {"DDTREE_TEST_ROUNDS": "9", "DDTREE_TEST_COMPARE_DRAFTS": "1"}
+    server = auto(qwen3, "auto-compared", *flags, env=env)
+    for count in (1, 3, 13):
+        prompts = [list(b"%d and some more " % i * (1 + i % 5)) for i in range(count)]
+        length = dict(max_new_tokens=30, ignore_eos=True)
+        assert output_ids(server.generate(prompts, **length)) == qwen3.expected(prompts, **length)
+    log = (qwen3.folder / "auto-compared.log").read_text()
+    assert all(f"drafts of {width} positions are as without graphs" in log for width in WIDTHS)
+    qwen3.stop("auto-compared")
+
+
+@pytest.mark.gpu
 @pytest.mark.feature("`--speculative-ddtree-budget auto`")
 @pytest.mark.parametrize("page_size, overlap", [("1", True), ("16", True), ("16", False)])
 @pytest.mark.parametrize("rounds", ["decided", "random"])
