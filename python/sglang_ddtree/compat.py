@@ -268,9 +268,20 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "forward_batch",
         ),
         "sglang.srt.model_executor.model_runner.ModelRunner._decode_cuda_graph_runner_cls": None,
+        # A second width of the drafter: what makes its backend and graphs, and what a forward takes them from.
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner": (
+            "model_runner",
+            "attn_backend",
+            "speculative_num_draft_tokens",
+        ),
+        "sglang.srt.model_executor.model_runner.ModelRunner.decode_num_tokens_per_req": ("self", "num_draft_tokens"),
+        "sglang.srt.model_executor.model_runner.ModelRunner._get_attention_backend": ("self", "init_new_workspace"),
+        "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("self", "forward_batch"),
+        "sglang.srt.utils.get_available_gpu_memory": ("device", "gpu_id", "distributed", "cpu_group"),
         "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._maybe_build_draft_sampler": None,
         "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._ensure_draft_block_buffers": ("self", "bs"),
         "sglang.srt.speculative.draft_worker_common.make_draft_sampler_capture_hook": ("draft_sampler",),
+        "sglang.srt.speculative.draft_worker_common.make_draft_block_spec_info": ("draft_token_num", "device"),
         "sglang.srt.layers.attention.verify_mask.VerifyMask.fits": ("self", "bs"),
         "sglang.srt.layers.attention.triton_backend.ForwardMetadata": ("qo_indptr", "kv_indptr", "window_kv_indptr"),
         "sglang.srt.layers.attention.triton_backend.TritonAttnBackend": (

@@ -33,6 +33,10 @@ _COUNTERS = {
 # Of `AutoReport`, the names of its fields.
 _AUTO_COUNTERS = {
     "plain": ("ddtree_auto_plain_rounds_total", "Rounds of a batch that drafted nothing (budget auto)."),
+    "narrow": (
+        "ddtree_auto_narrow_rounds_total",
+        "Rounds of a batch that drafted a part of the drafter's block (budget auto).",
+    ),
     "probe": (
         "ddtree_auto_probe_rounds_total",
         "Rounds of a batch that drafted to learn what drafts are worth, not because it paid (budget auto).",

@@ -4,10 +4,16 @@ A fifth of the rounds are plain, a tenth uniform, and the others share a random 
 node each to whole trees, and some more than there can be, which leaves a tail that belongs to nobody. With the budget
 auto half of these totals are ones that have a graph, if any has. Listed before the scripted drafter, which sees nothing
 of it but rounds without drafts.
+
+The positions that are drafted change as well, among the widths that the worker has. With DDTREE_TEST_DRAFT_WIDTH, and
+with or without a seed, every round drafts so many. The log says once of each width that it was drafted.
 """
 
+import logging
 import os
 import random
+
+logger = logging.getLogger(__name__)
 
 
 def shapes(seed: int):
@@ -29,16 +35,32 @@ def shapes(seed: int):
     return choose
 
 
+def widths(seed: int, fixed: int | None):
+    """Stands for `DDTreeWorker._width_of_round`."""
+    rng, seen = random.Random(seed), set()
+
+    def choose(worker) -> int:
+        width = rng.choice(list(worker._draft_passes)) if fixed is None else fixed
+        if width not in seen:
+            seen.add(width)
+            logger.warning("DDTREE test: a round drafts %d positions.", width)
+        return width
+
+    return choose
+
+
 def load() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    seed = os.environ.get("DDTREE_TEST_ROUNDS")
-    if not seed:
+    seed, width = os.environ.get("DDTREE_TEST_ROUNDS"), os.environ.get("DDTREE_TEST_DRAFT_WIDTH")
+    if not seed and not width:
         return
 
     def after_activate(result) -> None:
         from sglang.srt.speculative.ddtree_worker import DDTreeWorker
 
-        DDTreeWorker._shape_of_round = shapes(int(seed))
+        DDTreeWorker._width_of_round = widths(int(seed or 0), int(width) if width else None)
+        if seed:
+            DDTreeWorker._shape_of_round = shapes(int(seed))
 
     HookRegistry.register("sglang_ddtree.activation.activate", after_activate, HookType.AFTER)

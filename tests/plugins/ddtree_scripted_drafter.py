@@ -94,8 +94,8 @@ class Script:
 
 
 def _scripted(draft, script: Script):
-    def wrapper(worker, batch, bonus_tokens):
-        ids, logprobs = draft(worker, batch, bonus_tokens)
+    def wrapper(worker, batch, bonus_tokens, width):
+        ids, logprobs = draft(worker, batch, bonus_tokens, width)
         content = script.refresh()
         if not content:
             return ids, logprobs

@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 import pytest
-from pairs import BLOCK_SIZE, Pair
-from serving import Server, output_ids
+from pairs import BLOCK_SIZE, DEVICE_ROUND, Pair
+from serving import Server, accepted_drafts_histogram, output_ids
 
 DEPTH = BLOCK_SIZE - 1
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"0123456789 " * 6)]
@@ -74,6 +74,67 @@ def test_what_it_says_of_itself(qwen3: Pair) -> None:
     assert grown["sglang:ddtree_auto_verify_tokens_count"] > 0
 
 
+WIDTHS = (BLOCK_SIZE // 2, BLOCK_SIZE)
+
+
+def assert_drafted_at_all_widths(pair: Pair, name: str) -> None:
+    log = (pair.folder / f"{name}.log").read_text()
+    assert all(f"a round drafts {width} positions" in log for width in WIDTHS)
+
+
+@pytest.mark.feature("`--speculative-ddtree-budget auto`")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_drafts_of_changing_length(qwen3: Pair, name: str) -> None:
+    """Rounds that draft the drafter's block or half of it, in no order, and verify any number of tokens."""
+    server = auto(qwen3, "auto-random", env={"DDTREE_TEST_ROUNDS": "3"})
+    answers = assert_exact(qwen3, server, name, max_new_tokens=60, ignore_eos=True)
+    assert_drafted_at_all_widths(qwen3, "auto-random")
+    if name == "side branches":
+        reports = [answer["meta_info"]["ddtree"] for answer in answers]
+        assert sum(report["committed_tokens"] for report in reports) > sum(report["rounds"] for report in reports)
+    server.assert_pool_empty()
+
+
+def test_a_short_draft_goes_as_deep_as_it_is_long(qwen3: Pair) -> None:
+    """A target that accepts all that is drafted: three drafts and the bonus token a round, of half a block of 8."""
+    server = auto(qwen3, "auto-narrow", env={"DDTREE_TEST_DRAFT_WIDTH": str(WIDTHS[0])})
+    length = dict(max_new_tokens=41, ignore_eos=True)
+    expected = qwen3.expected(PROMPTS[:1], **length)
+    qwen3.script(ranks=[[0] * DEPTH])
+    (answer,) = server.generate(PROMPTS[:1], **length)
+    assert answer["output_ids"] == expected[0]
+    assert accepted_drafts_histogram(answer) == {WIDTHS[0] - 1: 10}
+    qwen3.stop("auto-narrow")
+
+
+def test_drafts_of_changing_length_on_the_device(qwen3: Pair) -> None:
+    """The same by the device's kernels and with overlap; without a GPU they are interpreted, hence so little of it."""
+    flags = ("--speculative-ddtree-max-budget", "7", "--attention-backend", "triton", "--page-size", "16")
+    server = auto(qwen3, "auto-device", *flags, env=DEVICE_ROUND | {"DDTREE_TEST_ROUNDS": "2"})
+    length = dict(max_new_tokens=20, ignore_eos=True)
+    expected = qwen3.expected(PROMPTS[:2], **length)
+    script(qwen3, SCRIPTS["side branches"])
+    answers = server.generate(PROMPTS[:2], **length)
+    assert output_ids(answers) == expected
+    assert_drafted_at_all_widths(qwen3, "auto-device")
+    qwen3.stop("auto-device")
+
+
+@pytest.mark.gpu
+def test_graphs_of_every_width_draft_what_the_drafter_does_without(qwen3: Pair) -> None:
+    """Compared in the server, round by round, at batches of several sizes; a difference ends it."""
+    flags = ("--attention-backend", "triton", "--page-size", "16")
+    env = {"DDTREE_TEST_ROUNDS": "9", "DDTREE_TEST_COMPARE_DRAFTS": "1"}
+    server = auto(qwen3, "auto-compared", *flags, env=env)
+    for count in (1, 3, 13):
+        prompts = [list(b"%d and some more " % i * (1 + i % 5)) for i in range(count)]
+        length = dict(max_new_tokens=30, ignore_eos=True)
+        assert output_ids(server.generate(prompts, **length)) == qwen3.expected(prompts, **length)
+    log = (qwen3.folder / "auto-compared.log").read_text()
+    assert all(f"drafts of {width} positions are as without graphs" in log for width in WIDTHS)
+    qwen3.stop("auto-compared")
+
+
 @pytest.mark.gpu
 @pytest.mark.feature("`--speculative-ddtree-budget auto`")
 @pytest.mark.parametrize("page_size, overlap", [("1", True), ("16", True), ("16", False)])
@@ -97,4 +158,7 @@ def test_graphs(qwen3: Pair, rounds: str, page_size: str, overlap: bool) -> None
     assert all(len(ids) == 30 for ids in output_ids(sampled))
     log = (qwen3.folder / f"{name}.log").read_text()
     assert "ms per round by requests and verify tokens" in log or "cost table from" in log
+    assert f"drafts of {WIDTHS[0]} positions run from CUDA graphs of their own" in log
+    if rounds == "random":
+        assert_drafted_at_all_widths(qwen3, name)
     qwen3.stop(name)

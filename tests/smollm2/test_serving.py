@@ -10,6 +10,7 @@ import pytest
 from serving import HERE, Server, committed_per_round, output_ids
 
 TOKENS = 64
+BLOCK_SIZE = 16
 ITEMS = json.loads((HERE / "data" / "prompts.json").read_text())
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "10")
 # Committed tokens per round of 64 prompts of HumanEval, GSM8K and MT-bench with 256 new tokens each, from the
@@ -76,22 +77,52 @@ def test_the_tree_commits_more_than_the_chain(answers: dict[str, list[dict]]) ->
     assert tree > 1.1 * chain
 
 
-def test_same_rounds_as_the_standalone_oracle(
-    answers: dict[str, list[dict]], prompts: list[list[int]], smollm2_dir: Path, drafter_dir: Path
+def assert_same_rounds(
+    expected: dict[int, dict], prompts: list[list[int]], smollm2_dir: Path, drafter_dir: Path, block_size: int
 ) -> None:
-    """An independent DDTree in transformers commits the same tokens in the same number of rounds."""
+    """An independent DDTree in transformers commits the same tokens in the same number of rounds.
+
+    Args:
+        expected: the server's answers by the prompt's index.
+        block_size: positions that were drafted.
+    """
     import torch
     from oracle import generate_tree, load_drafter
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
     drafter = load_drafter(drafter_dir, target)
-    for index in (0, 8, 15):
-        expected = answers["tree"][index]
+    drafter.block_size = block_size
+    for index, answer in expected.items():
         found = generate_tree(
             target, drafter, prompts[index], budget=15, topk_cap=8, max_new_tokens=TOKENS, eos_ids=(2,)
         )
-        assert found.token_ids == expected["output_ids"]
-        drafts = expected["meta_info"]["spec_correct_drafts_histogram"]
+        assert found.token_ids == answer["output_ids"]
+        drafts = answer["meta_info"]["spec_correct_drafts_histogram"]
         served = sorted(n + 1 for n, rounds in enumerate(drafts) for _ in range(rounds))
         assert sorted(found.committed_per_round) == served
+
+
+def test_same_rounds_as_the_standalone_oracle(
+    answers: dict[str, list[dict]], prompts: list[list[int]], smollm2_dir: Path, drafter_dir: Path
+) -> None:
+    expected = {index: answers["tree"][index] for index in (0, 8, 15)}
+    assert_same_rounds(expected, prompts, smollm2_dir, drafter_dir, BLOCK_SIZE)
+
+
+def test_half_a_block_is_drafted_as_by_the_standalone_oracle(
+    prompts: list[list[int]], smollm2_dir: Path, drafter_dir: Path, tmp_path: Path
+) -> None:
+    """Under the budget auto, which without times gives a single request 15 nodes; a test plugin chooses the width."""
+    flags = ("--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(drafter_dir))
+    flags += ("--speculative-ddtree-budget", "auto", "--speculative-ddtree-topk-cap", "8")
+    env = {"PYTHONPATH": str(HERE / "plugins"), "DDTREE_TEST_DRAFT_WIDTH": str(BLOCK_SIZE // 2)}
+    server = Server(["--model-path", str(smollm2_dir), *FLAGS, *flags], tmp_path / "half.log", env=env)
+    try:
+        server.wait_ready()
+        expected = {index: server.generate([prompts[index]], max_new_tokens=TOKENS)[0] for index in (0, 8, 15)}
+        server.assert_pool_empty()
+    finally:
+        server.stop()
+    assert committed_per_round(list(expected.values())) > 2
+    assert_same_rounds(expected, prompts, smollm2_dir, drafter_dir, BLOCK_SIZE // 2)

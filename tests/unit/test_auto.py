@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from sglang.srt.speculative.ddtree_auto import (  # noqa: E402
     AutoBudget,
     cache_folder,
     cost_table,
+    draft_widths,
     identity_of,
     measure_costs,
     most_tokens,
@@ -191,6 +193,48 @@ def test_the_first_ranks_choice_is_run_everywhere():
     assert alone.begin_round(4).forecast == both.begin_round(4).forecast
     with pytest.raises(AssertionError, match="chose 4 tokens for 8 requests"):
         AutoBudget(CONFIG, buckets=BUCKETS, decide=lambda own: (16, 4, 0)).begin_round(8)
+    # Its draft's width too, of those that there are.
+    both = AutoBudget(CONFIG, buckets=BUCKETS, draft_widths=(8, 16), decide=lambda own: (8, 96, 0))
+    run = both.begin_round(8)
+    assert (run.draft_width, run.tokens, run.narrow) == (8, 96, True)
+    assert run.forecast == pytest.approx(8 * (1 + np.interp(11, GRID, PRIOR[8])))
+    with pytest.raises(AssertionError, match="drafts 8 positions"):
+        AutoBudget(CONFIG, buckets=BUCKETS, decide=lambda own: (8, 96, 0)).begin_round(8)
+
+
+@pytest.mark.parametrize(
+    "block_size, halves, widths",
+    [(16, 1, (8, 16)), (16, 2, (4, 8, 16)), (16, 9, (4, 8, 16)), (10, 1, (5, 10)), (8, 1, (4, 8)), (16, 0, (16,))]
+    # Half of it would draft less than three tokens.
+    + [(7, 1, (7,)), (2, 3, (2,))],
+)
+def test_widths_that_are_drafted(block_size: int, halves: int, widths: tuple[int, ...]):
+    assert draft_widths(block_size, halves) == widths
+
+
+def two_widths(half: float, whole: float) -> CostTable:
+    """Times of rounds whose draft takes so long per request, at half a block and at a whole one."""
+    cells = {
+        width: {(r, t): 0.0065 + each * r + 1e-5 * t for r in LOADS for t in BUCKETS if r <= t <= 64 * r}
+        for width, each in ((8, half), (16, whole))
+    }
+    return CostTable({}, {r: 0.005 + 5e-5 * r for r in LOADS}, cells)
+
+
+def test_a_round_tells_of_the_width_that_it_drafted():
+    """Narrow rounds are counted, and their scores move the narrow curve most."""
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, draft_widths=(8, 16), cost=two_widths(5e-5, 1e-4))
+    few, many = auto.begin_round(1), auto.begin_round(64)
+    assert (few.draft_width, few.narrow) == (16, False) and (many.draft_width, many.narrow) == (8, True)
+    wide = replace(many, draft_width=16, narrow=False)
+    told = histogram_of(np.full((64, 63), 0.9))
+    for run in (wide, many, wide, many):
+        assert auto.end_round(run, told, None, [0] * 64, []).narrow == run.narrow
+    assert auto.totals.narrow_rounds == 2 and auto.totals.plain_rounds == 0
+    before = {width: float(auto.policy.gain.at(64, 64 * 5, width)) for width in (8, 16)}
+    auto.end_round(many, histogram_of(np.full((64, 63), 0.1)), None, [0] * 64, [])
+    fallen = {width: float(auto.policy.gain.at(64, 64 * 5, width)) / before[width] for width in (8, 16)}
+    assert fallen[8] < fallen[16] < 1
 
 
 # --- The loop around it.
@@ -535,6 +579,7 @@ def test_a_result_brings_its_numbers_back_and_they_are_shown():
     assert value("auto_verify_tokens_count") == 2 and value("auto_verify_tokens_sum") == run.tokens + 64
     assert value("auto_verify_tokens_bucket", le=f"{run.tokens}.0") == 1
     assert value("auto_plain_rounds_total") == 1 and value("auto_probe_rounds_total") == 0
+    assert value("auto_narrow_rounds_total") == 0
     assert value("auto_expected_tokens_total") == 2 + 4 + 64 and value("auto_committed_tokens_total") == 2 + 3 + 64
     assert value("auto_forecast_tokens_total") == pytest.approx(run.forecast + 64)
     assert auto.policy.calibration.ratio("greedy") == pytest.approx((3 + 200) / (4 + 200))
@@ -542,6 +587,11 @@ def test_a_result_brings_its_numbers_back_and_they_are_shown():
     processor.metrics_reporter.current_scheduler_metrics_enabled = False
     metrics.count_rounds(processor, drafted, batch)
     assert value("auto_verify_tokens_count") == 2 and auto.totals.rounds == 3
+    processor.metrics_reporter.current_scheduler_metrics_enabled = True
+    short = AutoBudget(CONFIG, buckets=BUCKETS, draft_widths=(8, 16), cost=two_widths(0.0, 1e-4)).begin_round(64)
+    result = DDTreeBatchResult(round_stats=torch.tensor([[2, 16, 7, 0]] * 64), auto_round=short)
+    metrics.count_rounds(processor, result, SimpleNamespace(reqs=[request() for _ in range(64)]))
+    assert value("auto_narrow_rounds_total") == 1 and value("auto_plain_rounds_total") == 1
 
 
 def test_a_result_without_auto_is_counted_as_ever():
@@ -605,11 +655,10 @@ def test_costs_are_measured_part_by_part(caplog):
 
     caplog.set_level(logging.INFO)
     made = measure_costs(
-        timer("draft", 0.001, 1e-5),
+        {8: timer("half a draft", 0.0005, 1e-5), 16: timer("draft", 0.001, 1e-5)},
         timer("verify", 0.004, 1e-5),
         (1, 4, 12, 999),
         (1, 2, 4, 8, 16, 32, 64),
-        16,
         {"model": "m"},
         max_budget=5,
         context={0: 1e-9},
@@ -617,16 +666,19 @@ def test_costs_are_measured_part_by_part(caplog):
     )
     assert set(calls.values()) == {1}
     assert {tokens for name, tokens in calls if name == "verify"} == {1, 2, 4, 8, 16, 32, 64}
-    assert {n for name, n in calls if name == "draft"} == {1, 4, 12}
+    assert all({n for name, n in calls if name == part} == {1, 4, 12} for part in ("draft", "half a draft"))
     described = made.to_json()
     cells = {(r, t): s for r, t, s in described["drafted"]["16"]}
     # Up to R * 6 tokens, rounded up to the next bucket: 6 -> 8, 24 -> 32, 72 -> the last.
     wanted = {1: (1, 2, 4, 8), 4: (4, 8, 16, 32), 12: (16, 32, 64)}
     assert set(cells) == {(r, t) for r, totals in wanted.items() for t in totals}
     assert cells[4, 16] == pytest.approx(0.001 + 4e-5 + 0.004 + 16e-5)
+    half = {(r, t): s for r, t, s in described["drafted"]["8"]}
+    assert set(half) == set(cells) and half[4, 16] == pytest.approx(0.0005 + 4e-5 + 0.004 + 16e-5)
     assert dict(described["plain"])[12] == pytest.approx(0.004 + 16e-5)
     assert made.identity == {"model": "m"} and made.context_base == 100.0 and made.context == {0: 1e-9}
-    (line,) = [record.getMessage() for record in caplog.records if "ms per round" in record.getMessage()]
+    short, line = [record.getMessage() for record in caplog.records if "ms per round" in record.getMessage()]
+    assert "draft width 8" in short and "4: 4.04 plain, 4.58 at 4" in short
     assert "draft width 16" in line and "4: 4.04 plain, 5.08 at 4, 5.20 at 16, 5.36 at 32" in line
     # It serves.
     assert AutoBudget(CONFIG, buckets=(1, 2, 4, 8, 16, 32, 64), cost=made).begin_round(4).tokens >= 4
@@ -637,7 +689,7 @@ def test_no_round_is_shorter_than_the_host_takes_to_launch_it():
         return 1e-4 * tokens
 
     made = measure_costs(
-        lambda n: 0.001, verify, (1,), (1, 16, 64), 16, {}, host_drafted=0.004, host_plain=0.002
+        {16: lambda n: 0.001}, verify, (1,), (1, 16, 64), {}, host_drafted=0.004, host_plain=0.002
     ).to_json()
     assert dict(made["plain"]) == {1: 0.002}
     assert [cell[2] for cell in made["drafted"]["16"]] == pytest.approx([0.004, 0.004, 0.0074])
@@ -645,9 +697,9 @@ def test_no_round_is_shorter_than_the_host_takes_to_launch_it():
 
 def test_buckets_that_hold_nobody_cannot_be_measured():
     with pytest.raises(ValueError, match="no bucket of .* holds any of the requests"):
-        measure_costs(float, float, (8,), (1, 4), 16, {})
+        measure_costs({16: float}, float, (8,), (1, 4), {})
     with pytest.raises(ValueError, match="positive and finite"):
-        measure_costs(lambda n: 0.0, lambda n: math.nan, (1,), (1, 4), 16, {})
+        measure_costs({16: lambda n: 0.0}, lambda n: math.nan, (1,), (1, 4), {})
 
 
 def server_args(**fields: Any) -> SimpleNamespace:
@@ -656,17 +708,18 @@ def server_args(**fields: Any) -> SimpleNamespace:
 
 
 def test_what_a_table_holds_for():
-    base = identity_of(server_args(), CONFIG, (1, 2, 4))
+    base = identity_of(server_args(), CONFIG, (1, 2, 4), (8, 16))
     assert (base["model"], base["tp_size"], base["budget"], base["buckets"]) == ("org/target", 2, 63, "1,2,4")
     assert base["torch"] == torch.__version__ and base["sglang"] and base["sglang_ddtree"] and base["gpu"]
     others = [
-        identity_of(server_args(**{name: "other"}), CONFIG, (1, 2, 4))
+        identity_of(server_args(**{name: "other"}), CONFIG, (1, 2, 4), (8, 16))
         for name in ("model_path", "dtype", "attention_backend", "quantization", "speculative_draft_model_path")
     ]
     others += [
-        identity_of(server_args(tp_size=1), CONFIG, (1, 2, 4)),
-        identity_of(server_args(), CONFIG, (1, 2, 8)),
-        identity_of(server_args(), DDTreeConfig(budget=31, block_size=16, auto=True), (1, 2, 4)),
+        identity_of(server_args(tp_size=1), CONFIG, (1, 2, 4), (8, 16)),
+        identity_of(server_args(), CONFIG, (1, 2, 8), (8, 16)),
+        identity_of(server_args(), CONFIG, (1, 2, 4), (16,)),
+        identity_of(server_args(), DDTreeConfig(budget=31, block_size=16, auto=True), (1, 2, 4), (8, 16)),
     ]
     paths = {ddtree_cost.cache_path("x", of) for of in [base, *others]}
     assert len(paths) == len(others) + 1

@@ -118,6 +118,61 @@ def test_a_narrow_draft_moves_the_wider_curve_in_proportion():
     assert float(c.at(1, 63, 8)) == pytest.approx(0.5 * gain.PRIOR[8][-1], rel=0.01)
 
 
+def test_a_wide_draft_moves_the_narrower_curve_in_proportion():
+    c = curve(widths=(4, 8, 16))
+    ratio = c.at(1, POINTS[1:], 8) / c.at(1, POINTS[1:], 16)
+    for _ in range(300):
+        c.observe(8, {16: 0.5 * np.array(gain.PRIOR[16])})
+    assert c.at(1, POINTS[1:], 8) / c.at(1, POINTS[1:], 16) == pytest.approx(ratio)
+    assert float(c.at(1, 63, 16)) == pytest.approx(0.5 * gain.PRIOR[16][-1], rel=0.01)
+    # Up to what its own length allows.
+    for _ in range(300):
+        c.observe(8, {16: CERTAIN})
+    assert [float(c.at(1, 63, width)) for width in (4, 8, 16)] == pytest.approx([3, 7, 15], rel=0.01)
+
+
+@pytest.mark.parametrize("every", [2, 16])
+def test_how_two_widths_compare_is_learnt_once_both_are_drafted(every):
+    """Far from the prior, where half a block is worth nearly as much as the whole; the wider one is drafted rarely."""
+    truth = {8: 0.4 * np.array(gain.PRIOR[8]), 16: 0.8 * np.array(gain.PRIOR[16])}
+    c = curve(widths=(8, 16))
+    for i in range(200 * every):
+        width = 16 if i % every == 0 else 8
+        c.observe(64, {width: truth[width]})
+    for width in (8, 16):
+        assert c.at(1, POINTS, width) == pytest.approx(truth[width], rel=0.08)
+
+
+def test_a_width_follows_another_the_less_the_more_it_was_drafted_itself():
+    def follows(own: int, others: int) -> float:
+        """By how much the wide curve falls beside the narrow one, as a share of the logarithms."""
+        c = curve(widths=(8, 16))
+        for width, rounds in ((16, own), (8, others)):
+            for _ in range(rounds):
+                c.observe(64, {width: np.array(gain.PRIOR[width])})
+        before = {width: float(c.at(1, 7, width)) for width in (8, 16)}
+        c.observe(64, {8: 0.2 * np.array(gain.PRIOR[8])})
+        fallen = {width: math.log(float(c.at(1, 7, width)) / before[width]) for width in (8, 16)}
+        assert fallen[8] < -0.01
+        return fallen[16] / fallen[8]
+
+    assert follows(0, 1) == pytest.approx(1) == follows(0, 200)
+    # A single round says more of its own width than of the other, which is known well.
+    assert follows(100, 1) < 0.1 < follows(100, 10) < 0.5 < follows(100, 50) < 0.9 < follows(100, 200)
+
+
+def test_a_width_not_drafted_for_long_learns_from_its_next_rounds():
+    c, low = curve(widths=(8, 16)), 0.5 * np.array(gain.PRIOR[16])
+    for _ in range(100):
+        c.observe(64, {16: np.array(gain.PRIOR[16])})
+    for _ in range(200):
+        c.observe(64, {8: np.array(gain.PRIOR[8])})
+    c.observe(64, {16: low})
+    assert float(c.at(1, 7, 16)) < 0.75 * gain.PRIOR[16][7]
+    # Which says little of the one that was drafted all the time.
+    assert float(c.at(1, 7, 8)) > 0.95 * gain.PRIOR[8][7]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_vectors_that_are_no_gains_are_ignored_or_refused(bad):
     c, before = curve(), curve().at(1, POINTS, 16)
@@ -469,6 +524,124 @@ def test_probes_are_rarer_the_clearer_it_is_and_begin_anew_at_another_load():
     assert all(choices[i].draft_width == 16 and choices[i].tokens >= 64 for i in at)
     again = world.rounds(16, 100)
     assert sum(choice.probe for choice in again) >= 2
+
+
+def two_widths(half: float, whole: float, **others) -> "cost.CostTable":
+    """As `table`, of drafts that take so long per request at half a block and at a whole one."""
+    parts = [table(per_request=each, **others).to_json() for each in (half, whole)]
+    cells = [{(r, t): s for r, t, s in part["drafted"]["16"]} for part in parts]
+    return cost.CostTable({}, dict(parts[0]["plain"]), {8: cells[0], 16: cells[1]})
+
+
+class Widths(World):
+    """Rounds that draft half a block or a whole one, each with its own true gain."""
+
+    def __init__(self, times: "cost.CostTable", shares: dict[int, float], seed: int = 0) -> None:
+        super().__init__(times, seed)
+        self.shares = shares
+        believed = cost.CostTable.from_json(times.to_json())
+        self.policy = policy.Policy(
+            curve(widths=(8, 16)), believed, calibration.Calibration(), BUCKETS, draft_widths=(8, 16)
+        )
+
+    def rate(self, requests: int, choice: "policy.Choice") -> float:
+        if choice.draft_width == 0:
+            return requests / self.truth.plain_seconds(requests)
+        width = choice.draft_width
+        gained = self.shares[width] * np.array(gain.PRIOR[width])
+        committed = requests * (1 + float(np.interp(choice.nodes / requests, POINTS, gained)))
+        return committed / float(self.truth.seconds(width, requests, choice.tokens))
+
+    def best_of(self, requests: int, width: int) -> float:
+        totals = [t for t in BUCKETS if requests <= t <= 64 * requests]
+        return max(self.rate(requests, policy.Choice(width, t, t - requests, 0.0, 0.0)) for t in totals)
+
+    def best(self, requests: int) -> float:
+        plain = requests / self.truth.plain_seconds(requests)
+        return max(plain, *(self.best_of(requests, width) for width in (8, 16)))
+
+    def round(self, requests: int) -> "policy.Choice":
+        choice = self.policy.next_round(requests)
+        width, told, seconds = choice.draft_width, None, self.truth.plain_seconds(requests)
+        if width:
+            noise = self.rng.gamma(2.0, 0.5, requests).mean()
+            told = {width: np.minimum(noise * self.shares[width] * np.array(gain.PRIOR[width]), CERTAIN)}
+            seconds = float(self.truth.seconds(width, requests, choice.tokens))
+        seconds *= math.exp(self.rng.normal(0, 0.05))
+        self._late.append((requests, choice, told, seconds))
+        if len(self._late) > self.DELAY:
+            then, run, vectors, took = self._late.popleft()
+            if vectors is not None:
+                self.policy.gain.observe(then, vectors)
+            self.policy.cost.observe(run.draft_width, then, run.tokens, took)
+        return choice
+
+    def mean_rate(self, requests: int, choices: list["policy.Choice"]) -> float:
+        """Tokens per second of all of them, probes counted."""
+        return len(choices) / sum(1 / self.rate(requests, choice) for choice in choices)
+
+
+# At 256 requests the drafter is a third of a round, and half a block costs half of that.
+THIRD = {"fixed": 0.008, "per_token": 1e-5, "plain": 0.006, "plain_slope": 2e-5}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_half_is_drafted_where_the_drafter_costs_much(seed):
+    world = Widths(two_widths(1.5e-5, 3e-5, **THIRD), {8: 1.0, 16: 1.0}, seed)
+    world.rounds(256, 200)
+    choices = world.rounds(256, 1000)
+    assert {choice.draft_width for choice in choices if not choice.probe} == {8}
+    probes = [i for i, choice in enumerate(choices) if choice.probe]
+    assert 2 <= len(probes) <= 1000 / (policy.DEFAULT.probe_narrow * policy.DEFAULT.probe_first)
+    assert {choices[i].draft_width for i in probes} == {16}
+    # What learning costs.
+    assert world.mean_rate(256, choices) > 0.99 * world.best(256)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.8, 0.9, 0.97, 1.0])
+def test_probes_for_the_whole_block_cost_less_than_a_percent(share):
+    """However much worse the whole block is."""
+    world = Widths(two_widths(1e-5, 4e-5, **THIRD), {8: 1.0, 16: share}, seed=1)
+    world.rounds(256, 300)
+    choices = world.rounds(256, 2000)
+    assert {choice.draft_width for choice in choices if not choice.probe} == {8} and any(c.probe for c in choices)
+    assert world.mean_rate(256, choices) > 0.99 * world.mean_rate(256, [c for c in choices if not c.probe])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+def test_a_drafter_that_is_bad_at_half_its_block_drafts_the_whole(share):
+    world = Widths(two_widths(1.5e-5, 3e-5, **THIRD), {8: share, 16: 1.0}, seed=2)
+    world.rounds(256, 300)
+    choices = world.rounds(256, 2000)
+    assert {choice.draft_width for choice in choices if not choice.probe} == {16}
+    assert 2 <= sum(choice.probe for choice in choices) <= 2000 / policy.DEFAULT.probe_last
+    assert world.mean_rate(256, choices) > 0.98 * world.best(256)
+
+
+def test_a_half_that_recovers_is_noticed():
+    world = Widths(two_widths(1.5e-5, 3e-5, **THIRD), {8: 0.3, 16: 1.0}, seed=3)
+    world.rounds(256, 1000)
+    world.shares[8] = 1.0
+    choices = world.rounds(256, 1500)
+    assert {choice.draft_width for choice in choices[-300:] if not choice.probe} == {8}
+
+
+def test_a_half_that_cannot_pay_is_not_tried():
+    """It would be no better if its nodes were worth as much, because it takes longer."""
+    world = Widths(two_widths(4e-5, 3e-5, **THIRD), {8: 0.5, 16: 1.0})
+    world.rounds(256, 300)
+    assert {choice.draft_width for choice in world.rounds(256, 1000)} == {16}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_traffic_that_changes_is_followed_at_both_widths(seed):
+    """Drafts that become worth little and then much again: neither width is left behind."""
+    world = Widths(two_widths(1.5e-5, 3e-5, **THIRD), {8: 1.0, 16: 1.0}, seed)
+    for share in (1.0, 0.3, 1.0, 0.1, 1.2):
+        world.shares = {8: share, 16: share}
+        world.rounds(256, 600)
+        choices = world.rounds(256, 200)
+        assert world.mean_rate(256, choices) > 0.97 * world.best(256)
 
 
 def test_the_same_rounds_give_the_same_choices():

@@ -128,6 +128,8 @@ def target_of(device: Device, totals: list[int], *arguments: object, **others: o
 
 def test_the_parts_add_up_and_the_host_is_a_bound(device: Device) -> None:
     drafter = Runner(device, [1, 2, 4], 16, 0.002, 1e-6)
+    narrow = Runner(device, [1, 2, 4], 8, 0.001, 1e-6)
+    drafters = {8: narrow, 16: drafter}
     target = target_of(device, [1, 2, 4, 16, 32], [1, 2, 4], 8, 0.004, 1e-5)
     replayed = set()
 
@@ -137,25 +139,37 @@ def test_the_parts_add_up_and_the_host_is_a_bound(device: Device) -> None:
 
     commits = SimpleNamespace(largest=4, replay=commit)
     made = ddtree_timing.measure(
-        drafter=drafter, target=target, commits=commits, max_budget=7, draft_width=16, identity={"model": "m"}
+        drafters=drafters, target=target, commits=commits, max_budget=7, identity={"model": "m"}
     ).to_json()
     # The drafter's graphs by requests, the target's by tokens with as many requests as they hold.
-    assert drafter.asked == {(1, 16), (2, 32), (4, 64)}
+    assert drafter.asked == {(1, 16), (2, 32), (4, 64)} and narrow.asked == {(1, 8), (2, 16), (4, 32)}
     assert target.asked == {(1, 1), (2, 2), (4, 4), (4, 16), (4, 32)}
     assert replayed == {(1, total) for total in target.capture_num_tokens}
     cells = {(r, t): s for r, t, s in made["drafted"]["16"]}
     assert cells[2, 16] == pytest.approx(0.002 + 32e-6 + 0.004 + 16e-5 + 0.0003)
+    cells = {(r, t): s for r, t, s in made["drafted"]["8"]}
+    assert cells[2, 16] == pytest.approx(0.001 + 16e-6 + 0.004 + 16e-5 + 0.0003)
     assert dict(made["plain"])[4] == pytest.approx(0.004 + 4e-5 + 0.0003)
 
     # A device that needs next to nothing: then a round lasts as long as the host.
-    drafter.fixed = target.fixed = drafter.each = target.each = 0.0
-    made = ddtree_timing.measure(
-        drafter=drafter, target=target, commits=commits, max_budget=7, draft_width=16, identity={}
-    ).to_json()
+    for runner in (drafter, narrow, target):
+        runner.fixed = runner.each = 0.0
+    made = ddtree_timing.measure(drafters=drafters, target=target, commits=commits, max_budget=7, identity={}).to_json()
     share = ddtree_timing.HOST_SHARE
     # What is left on the device are the commit's 0.3 ms.
-    assert all(s == pytest.approx(share * 0.0011) for _, _, s in made["drafted"]["16"])
+    assert all(s == pytest.approx(share * 0.0011) for width in ("8", "16") for _, _, s in made["drafted"][width])
     assert all(s == pytest.approx(share * 0.0006) for _, s in made["plain"])
+
+
+def test_a_width_is_timed_by_the_graphs_that_it_has(device: Device) -> None:
+    """Numbers of requests that only one of the widths was captured for: the other takes its next larger graph."""
+    drafters = {8: Runner(device, [2, 4], 8, 0.001, 1e-6), 16: Runner(device, [1, 2, 3], 16, 0.002, 1e-6)}
+    target = target_of(device, [1, 2, 4, 8], [1, 2, 4], 8, 0.004, 1e-5)
+    commits = SimpleNamespace(largest=4, replay=lambda requests, total: device.launch(0.0001, 0.0003))
+    made = ddtree_timing.measure(drafters=drafters, target=target, commits=commits, max_budget=7, identity={})
+    assert drafters[8].asked == {(2, 16), (4, 32)} and drafters[16].asked == {(1, 16), (2, 32), (3, 48)}
+    # No more requests than all of them hold.
+    assert {r for r, _, _ in made.to_json()["drafted"]["8"]} == {1, 2, 3}
 
 
 # --- What longer contexts cost.
@@ -170,9 +184,7 @@ def test_what_a_context_token_adds_is_measured_with_slots_of_its_own(
     target = target_of(device, [1, 8, 16, 96, 128, 256], [1, 8, 16], 64, 0.004, 1e-5, server, slope=5e-8)
     before = server.table.clone()
     commits = SimpleNamespace(largest=16, replay=lambda requests, total: device.launch(0.0001, 0.0003))
-    made = ddtree_timing.measure(
-        drafter=drafter, target=target, commits=commits, max_budget=63, draft_width=16, identity={}
-    )
+    made = ddtree_timing.measure(drafters={16: drafter}, target=target, commits=commits, max_budget=63, identity={})
     # A plain round reads the target's alone. 50000 slots hold 6 requests of 8192 tokens.
     assert made.context == pytest.approx({0: 5e-8, 16: 5e-8 + 3e-9}) and made.context_base == 1
     longest = [max(run.seen, key=lambda batch: int(batch.seq_lens_cpu.sum())) for run in (target, drafter)]

@@ -668,7 +668,7 @@ def test_no_buffer_grows_with_context_and_nodes(world):
     drafter = world.backend(draft=True)
     drafter.init_cuda_graph_state(4, 4 * NODES)
     assert drafter.verify_mask is None and drafter.is_draft_runner
-    assert drafter.cuda_graph_kv_indices.shape == parents.cuda_graph_kv_indices.shape
+    assert drafter.cuda_graph_kv_indices.shape == ours.cuda_graph_kv_indices.shape
 
 
 # --- Refusals -----------------------------------------------------------------------------------------

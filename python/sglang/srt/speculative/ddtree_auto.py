@@ -45,6 +45,7 @@ _MOST_BUCKETS = 24
 _SAME_LOAD = 0.125
 # The most verify tokens of a round, whatever the requests; for many requests, per request, and where that ends.
 _MOST_TOKENS, _TOKENS_PER_REQUEST, _MANY_TOKENS = 1024, 16, 2048
+_LEAST_WIDTH = 4
 
 
 # --- The totals of verify tokens that are captured.
@@ -105,6 +106,20 @@ def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
+# --- The widths that are drafted.
+
+
+def draft_widths(block_size: int, halves: int = 1) -> tuple[int, ...]:
+    """Block sizes that a drafter of ``block_size`` positions drafts under the budget auto, ascending.
+
+    Its own, and its half, ``halves`` times over; none below 4, which would draft less than 3 tokens.
+    """
+    widths = [block_size]
+    while len(widths) <= halves and widths[0] // 2 >= _LEAST_WIDTH:
+        widths.insert(0, widths[0] // 2)
+    return tuple(widths)
+
+
 # --- Rounds.
 
 
@@ -116,10 +131,11 @@ class AutoRound:
         owner: who decided it.
         plain: the roots alone, nothing is drafted.
         tokens: T, verify tokens over all requests, roots counted: a bucket, or the requests in a plain round.
-        draft_width: the drafter's block size D; 0 in a plain round.
+        draft_width: the drafted block's size D; 0 in a plain round.
         requests: running, R.
         forecast: committed tokens that the policy expected when it decided.
         probe: drafted to learn what drafts are worth, not because it pays.
+        narrow: fewer positions are drafted than could be.
         fresh: decided now; else it is as the round before, and nothing is learnt from it but what it committed.
     """
 
@@ -130,6 +146,7 @@ class AutoRound:
     requests: int
     forecast: float
     probe: bool
+    narrow: bool = False
     fresh: bool = True
 
 
@@ -138,7 +155,7 @@ class AutoReport:
     """What became of a round, for metrics; sums over its requests.
 
     Attributes:
-        plain, probe, tokens: as in `AutoRound`.
+        plain, narrow, probe, tokens: as in `AutoRound`.
         forecast: committed tokens that the policy expected when it decided: from earlier rounds, calibrated.
         expected: committed tokens by the drafter's own probabilities of the nodes that were verified, not calibrated;
             the forecast of a round that tells nothing, because it was not decided anew.
@@ -146,6 +163,7 @@ class AutoReport:
     """
 
     plain: bool
+    narrow: bool
     probe: bool
     tokens: int
     forecast: float
@@ -158,7 +176,7 @@ class Totals:
     """Sums of `AutoReport` over the rounds that have ended.
 
     Attributes:
-        rounds, plain_rounds, probe_rounds: rounds of a batch.
+        rounds, plain_rounds, narrow_rounds, probe_rounds: rounds of a batch.
         tokens: chosen verify tokens.
         forecast, expected, committed: committed tokens, see `AutoReport`.
         timed: rounds whose time reached the cost table.
@@ -166,6 +184,7 @@ class Totals:
 
     rounds: int = 0
     plain_rounds: int = 0
+    narrow_rounds: int = 0
     probe_rounds: int = 0
     tokens: int = 0
     forecast: float = 0.0
@@ -176,6 +195,7 @@ class Totals:
     def add(self, report: AutoReport) -> None:
         self.rounds += 1
         self.plain_rounds += report.plain
+        self.narrow_rounds += report.narrow
         self.probe_rounds += report.probe
         self.tokens += report.tokens
         self.forecast += report.forecast
@@ -203,7 +223,7 @@ class AutoBudget:
     Args:
         config: of the flags, with a known block size; its ``budget`` is the most nodes per request.
         buckets: totals of verify tokens that can be run, roots counted: what is captured, else `token_buckets`.
-        draft_widths: block sizes that can be drafted, the root's position counted; None: the drafter's own.
+        draft_widths: block sizes that can be drafted, the root's position counted; None: the drafter's own alone.
         decide: under tensor parallelism, what takes this rank's (draft width, tokens, probe) and returns the first
             rank's, which all ranks then run; times differ from rank to rank. Called once a decision. None: one rank.
         new_event: makes an event that has been recorded on the current stream, with ``query()`` and
@@ -306,6 +326,7 @@ class AutoBudget:
             requests=requests,
             forecast=choice.committed,
             probe=choice.probe,
+            narrow=0 < choice.draft_width < self.policy.gain.draft_widths[-1],
         )
         # A probe is one round, whatever it learns.
         self._last, self._repeated = None if made.probe else made, 0
@@ -345,6 +366,9 @@ class AutoBudget:
             return own
         assert tokens >= requests, f"the first rank chose {tokens} tokens for {requests} requests"
         gain = self.policy.gain
+        assert width in (0, *gain.draft_widths), (
+            f"the first rank drafts {width} positions, here are {gain.draft_widths}"
+        )
         nodes = min(tokens - requests, requests * gain.max_nodes) if width else 0
         drafts = float(gain.at(requests, np.array(nodes), width)) if width else 0.0
         return Choice(width, tokens, nodes, requests + drafts, math.nan, bool(probe))
@@ -389,6 +413,7 @@ class AutoBudget:
         self._read_times()
         report = AutoReport(
             plain=round.plain,
+            narrow=round.narrow,
             probe=round.probe,
             tokens=round.tokens,
             forecast=round.forecast,
@@ -434,11 +459,10 @@ class _Memo:
 
 
 def measure_costs(
-    time_draft: Callable[[int], float],
+    time_drafts: Mapping[int, Callable[[int], float]],
     time_verify: Callable[[int], float],
     requests: Sequence[int],
     buckets: Sequence[int],
-    draft_width: int,
     identity: Mapping[str, Any],
     *,
     max_budget: int = 63,
@@ -453,11 +477,10 @@ def measure_costs(
     holds R). Each part is timed once per argument, ascending.
 
     Args:
-        time_draft: seconds of draft and build, by requests.
+        time_drafts: by draft width, seconds of draft and build by requests.
         time_verify: seconds of the target's forward and of all that follows, by verify tokens: a bucket.
         requests: numbers of running requests, see `request_grid`; those that no bucket holds are left out.
         buckets: totals of verify tokens.
-        draft_width: D of the draft that was timed.
         identity: of `identity_of`.
         max_budget: nodes per request; a bucket behind the one that holds the widest trees of all requests is left out.
         host_drafted, host_plain: seconds that the host needs for a drafting and a plain round; none is shorter.
@@ -470,49 +493,53 @@ def measure_costs(
     loads = [load for load in sorted(set(requests)) if totals and load <= totals[-1]]
     if not loads:
         raise ValueError(f"no bucket of {totals} holds any of the requests {sorted(set(requests))}.")
-    draft, verify = _Memo(time_draft), _Memo(time_verify)
+    drafts, verify = {width: _Memo(time) for width, time in time_drafts.items()}, _Memo(time_verify)
     # Neighbours are compared with each other: measured one after the other, they see the same clock and temperature.
     largest = min(bisect_left(totals, loads[-1] * (max_budget + 1)), len(totals) - 1)
     for tokens in totals[bisect_left(totals, loads[0]) : largest + 1]:
         verify(tokens)
     plain: dict[int, float] = {}
-    drafted: dict[tuple[int, int], float] = {}
+    drafted: dict[int, dict[tuple[int, int], float]] = {width: {} for width in drafts}
     for load in loads:
         first = bisect_left(totals, load)
         last = min(bisect_left(totals, load * (max_budget + 1)), len(totals) - 1)
         plain[load] = max(verify(totals[first]), host_plain)
-        for tokens in totals[first : last + 1]:
-            drafted[load, tokens] = max(draft(load) + verify(tokens), host_drafted)
-    table = CostTable(identity, plain, {draft_width: drafted}, context, context_base)
-    log_costs(table, plain, drafted)
-    return table
-
-
-def log_costs(table: CostTable, plain: Mapping[int, float], drafted: Mapping[tuple[int, int], float]) -> None:
-    """The table in short: ms by requests, plain and at a few totals of verify tokens; and what contexts add."""
-    parts = []
-    for load in sorted(plain):
-        totals = [tokens for requests, tokens in sorted(drafted) if requests == load]
-        few = sorted({totals[0], totals[len(totals) // 2], totals[-1]})
-        cells = ", ".join(f"{1000 * drafted[load, tokens]:.2f} at {tokens}" for tokens in few)
-        parts.append(f"{load}: {1000 * plain[load]:.2f} plain, {cells}")
-    widths = ", ".join(str(width) for width in table.draft_widths)
-    logger.info("DDTREE: ms per round by requests and verify tokens (draft width %s): %s.", widths, "; ".join(parts))
+        for width, draft in drafts.items():
+            for tokens in totals[first : last + 1]:
+                drafted[width][load, tokens] = max(draft(load) + verify(tokens), host_drafted)
+    table = CostTable(identity, plain, drafted, context, context_base)
+    for width, cells in drafted.items():
+        log_costs(width, plain, cells)
     if table.context:
         slopes = ", ".join(
             f"{1e6 * slope:.4f} us {f'with draft width {width}' if width else 'plain'}"
             for width, slope in sorted(table.context.items())
         )
         logger.info("DDTREE: a context token adds %s.", slopes)
+    return table
 
 
-def identity_of(server_args: Any, config: DDTreeConfig, buckets: Sequence[int]) -> dict[str, str | int]:
+def log_costs(width: int, plain: Mapping[int, float], drafted: Mapping[tuple[int, int], float]) -> None:
+    """A draft width's times in short: ms by requests, plain and at a few totals of verify tokens."""
+    parts = []
+    for load in sorted(plain):
+        totals = [tokens for requests, tokens in sorted(drafted) if requests == load]
+        few = sorted({totals[0], totals[len(totals) // 2], totals[-1]})
+        cells = ", ".join(f"{1000 * drafted[load, tokens]:.2f} at {tokens}" for tokens in few)
+        parts.append(f"{load}: {1000 * plain[load]:.2f} plain, {cells}")
+    logger.info("DDTREE: ms per round by requests and verify tokens (draft width %d): %s.", width, "; ".join(parts))
+
+
+def identity_of(
+    server_args: Any, config: DDTreeConfig, buckets: Sequence[int], widths: Sequence[int]
+) -> dict[str, str | int]:
     """What a table of round times holds for, see `ddtree_cost.identity`.
 
     Args:
         server_args: SGLang's, resolved.
         config: of the flags.
         buckets: totals of verify tokens.
+        widths: block sizes that are drafted.
     """
     import torch
     from sglang_ddtree import __version__
@@ -535,6 +562,7 @@ def identity_of(server_args: Any, config: DDTreeConfig, buckets: Sequence[int]) 
         draft_attention_backend=text("speculative_draft_attention_backend"),
         disable_cuda_graph=text("disable_cuda_graph"),
         block_size=config.require_block_size(),
+        draft_widths=",".join(str(width) for width in widths),
         budget=config.budget,
         topk=config.topk,
         buckets=",".join(str(tokens) for tokens in buckets),

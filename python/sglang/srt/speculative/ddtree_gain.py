@@ -24,6 +24,11 @@ PRIOR = {
     16: (0.0, 0.193, 0.385, 0.77, 1.334, 1.737, 2.252, 2.531, 2.826, 3.014, 3.221, 3.334, 3.497, 3.607),
 }
 
+# What is left of the weight of a width's rounds after each round of another width, down to a least in requests' rounds.
+_KEPT, _LEAST_OWN = 0.98, 16.0
+# Drafts below which a curve says nothing of proportions.
+_LEAST = 1e-9
+
 
 def grid(max_nodes: int) -> np.ndarray:
     """The points at which a gain is kept, float64 [P]: `GRID` below ``max_nodes``, and ``max_nodes`` itself.
@@ -93,8 +98,12 @@ class GainCurve:
 
     Kept per request over nodes per request, so that a batch that gains or loses requests rescales by itself. What it
     does not know is that many requests share nodes better than few do; so a change of the number of requests also
-    takes weight from older rounds, and the next ones decide sooner. One curve per draft width; a round of a narrow
-    draft tells nothing of a wider one, whose curve then moves in proportion.
+    takes weight from older rounds, and the next ones decide sooner.
+
+    One curve per draft width. What a round of one width tells, it tells of the others by proportion: requests that are
+    easy to draft for are so at any width. A width that was never drafted moves as the observed one does. One that was
+    moves the less the more is known of it than of the observed one, or how the widths compare would stay what it was
+    before any data. The longer a width was not drafted the less is known of it, and the more does its next round count.
 
     Args:
         max_nodes: drafted nodes that a request can have at most.
@@ -127,7 +136,8 @@ class GainCurve:
         self.draft_widths = tuple(sorted(set(draft_widths)))
         self._curves = {width: prior(self.points, width) for width in self.draft_widths}
         self._memory, self._memory_rounds = memory, memory_rounds
-        self._weight = prior_weight
+        self._prior_weight = prior_weight
+        self._weights = dict.fromkeys(self.draft_widths, prior_weight)
         self._requests: int | None = None
 
     def observe(self, requests: int, gains: Mapping[int, np.ndarray]) -> bool:
@@ -135,8 +145,8 @@ class GainCurve:
 
         Args:
             requests: in that round.
-            gains: draft width to float [P], `gain_vector` over the nodes that a draft of that width could hold (of
-                depth at most D - 1). The widths that the round's draft covers; others are left out.
+            gains: draft width to float [P], `gain_vector` over the nodes of a draft of that width. The round's width;
+                others are left out.
 
         Returns:
             Whether it counted: a vector that is not finite is ignored, and no requests or no vectors are.
@@ -157,26 +167,36 @@ class GainCurve:
         if requests < 1 or not seen or not all(np.isfinite(gain).all() for gain in seen.values()):
             return False
         if self._requests is not None:
-            self._weight *= min(requests / self._requests, self._requests / requests)
+            self.age(min(requests / self._requests, self._requests / requests))
         self._requests = requests
-        weight = min(self._weight, max(self._memory, self._memory_rounds * requests))
-        share = requests / (weight + requests)
-        self._weight = weight + requests
+        most = max(self._memory, self._memory_rounds * requests)
         widest, before = max(seen), self._curves[max(seen)]
         for width, gain in seen.items():
             # A node's probability is at most 1, and more nodes never give less.
             gain = np.maximum.accumulate(np.clip(gain, 0.0, np.minimum(self.points, width - 1)))
+            weight = min(self._weights[width], most)
+            share = requests / (weight + requests)
+            self._weights[width] = weight + requests
             self._curves[width] = (1 - share) * self._curves[width] + share * gain
-        moved = np.divide(self._curves[widest], before, out=np.ones_like(before), where=before > 0)
+        moved = np.divide(self._curves[widest], before, out=np.ones_like(before), where=before > _LEAST)
+        told = self._own_weight(widest)
         for width in self.draft_widths:
-            if width > widest:
+            if width not in seen:
+                own, weight = self._own_weight(width), self._weights[width]
+                follows = moved ** (told / (told + own) if own else 1.0)
                 limit = np.minimum(self.points, width - 1)
-                self._curves[width] = np.maximum.accumulate(np.minimum(self._curves[width] * moved, limit))
+                self._curves[width] = np.maximum.accumulate(np.minimum(self._curves[width] * follows, limit))
+                self._weights[width] = max(weight * _KEPT, min(weight, _LEAST_OWN))
         return True
+
+    def _own_weight(self, draft_width: int) -> float:
+        """What a width's curve knows from rounds that drafted it, in requests' rounds."""
+        return max(self._weights[draft_width] - self._prior_weight, 0.0)
 
     def age(self, kept: float = 0.995) -> None:
         """A round passed that tells nothing (no draft): what is known weighs less against what comes next."""
-        self._weight *= kept
+        for width in self.draft_widths:
+            self._weights[width] *= kept
 
     def at(self, requests: int, nodes: np.ndarray, draft_width: int) -> np.ndarray:
         """Expected accepted drafts of a round, float64 [...], not calibrated.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,9 +37,12 @@ class Settings:
     mode_margin: float = 0.03
     """A plain round instead of a drafting one, or the reverse, must be better by this much."""
     probe_first: int = 16
-    """Rounds without the widest draft until one is drafted all the same, to learn what drafts are worth by now."""
+    """Plain rounds until the widest draft is made all the same, to learn what drafts are worth by now."""
+    probe_narrow: int = 2
+    """So many times as long where narrower drafts are made, which tell of the widest by proportion."""
     probe_last: int = 128
-    """The wait doubles up to this many rounds while drafting stays clearly worse."""
+    """The wait doubles up to this many rounds while drafting stays clearly worse. A draft narrower than the current one
+    waits as long."""
     probe_clear: float = 0.9
     """Drafting is clearly worse below this share of the current choice's tokens per second."""
     fallback_nodes: int = 15
@@ -76,7 +80,7 @@ class Choice:
 
 def choose(
     requests: int,
-    gain: GainCurve,
+    gain: GainCurve | _AsGoodAs,
     cost: CostTable | None,
     buckets: Sequence[int],
     current: Choice | None = None,
@@ -156,11 +160,22 @@ def _plain_round(requests: int, cost: CostTable | None, context_tokens: float) -
     return Choice(0, requests, 0, float(requests), seconds)
 
 
+class _AsGoodAs:
+    """Gains as if every draft's nodes were worth what those of one width are."""
+
+    def __init__(self, gain: GainCurve, draft_width: int) -> None:
+        self._gain, self._width, self.max_nodes = gain, draft_width, gain.max_nodes
+
+    def at(self, requests: int, nodes: np.ndarray, draft_width: int) -> np.ndarray:
+        return self._gain.at(requests, nodes, self._width)
+
+
 class Policy:
     """`choose` round after round: remembers the choice, and drafts now and then while that does not pay.
 
-    Scores are known of drafted rounds alone. So after a number of rounds without the widest draft one is drafted all
-    the same (a probe), and that number doubles while drafting stays clearly worse.
+    Scores are known of drafted rounds alone, and of the width that was drafted. So after a number of rounds without the
+    widest draft it is made all the same (a probe), and that number doubles while it stays clearly worse. A draft
+    narrower than the current one is made once in a long while, where it would pay if its nodes were worth as much.
 
     Attributes:
         gain, cost, calibration: what it decides from. The caller feeds them with what comes back from rounds, at any
@@ -187,6 +202,8 @@ class Policy:
         self._buckets, self._draft_widths, self._plain = tuple(buckets), tuple(draft_widths), plain
         self._settings = settings
         self._waited, self._wait = 0, settings.probe_first
+        # Rounds since each width was drafted.
+        self._undrafted: dict[int, int] = {}
         self._requests = 0
 
     def next_round(
@@ -222,24 +239,48 @@ class Policy:
             self._requests, self._wait = requests, self._settings.probe_first
         measured = [width for width in self._draft_widths if self.cost and width in self.cost.draft_widths]
         widest = max(measured or self._draft_widths)
+        narrower = self._narrower_to_probe(choice, measured)
+        if narrower is not None:
+            own = partial(self._best_of, narrower, requests, factor, context_tokens)
+            # How long it takes is known well: only what its nodes are worth may be a mistake.
+            if own(_AsGoodAs(self.gain, choice.draft_width)).rate > choice.rate:
+                return replace(own(self.gain), probe=True)
         if choice.draft_width == widest:
             self._waited, self._wait = 0, self._settings.probe_first
             return choice
         self._waited += 1
-        if self._waited < self._wait or max(self._buckets, default=0) < requests:
+        wait = self._wait * (self._settings.probe_narrow if choice.draft_width else 1)
+        if self._waited < wait or max(self._buckets, default=0) < requests:
             return choice
-        probe = choose(
+        probe = self._best_of(widest, requests, factor, context_tokens, self.gain)
+        clearly_worse = probe.rate < choice.rate * self._settings.probe_clear
+        self._waited = 0
+        self._wait = min(2 * self._wait, self._settings.probe_last) if clearly_worse else self._settings.probe_first
+        return replace(probe, probe=True)
+
+    def _narrower_to_probe(self, choice: Choice, measured: Sequence[int]) -> int | None:
+        """A width below the choice's that was not drafted for long. Mutates how long that is."""
+        found = None
+        for width in measured:
+            self._undrafted[width] = 0 if width == choice.draft_width else self._undrafted.get(width, 0) + 1
+            if width < choice.draft_width and self._undrafted[width] >= self._settings.probe_last:
+                found = width
+        if found is not None:
+            self._undrafted[found] = 0
+        return found
+
+    def _best_of(
+        self, width: int, requests: int, factor: float, context_tokens: float, gain: GainCurve | _AsGoodAs
+    ) -> Choice:
+        """The best round that drafts this width."""
+        return choose(
             requests,
-            self.gain,
+            gain,
             self.cost,
             self._buckets,
-            draft_widths=(widest,),
+            draft_widths=(width,),
             plain=False,
             factor=factor,
             context_tokens=context_tokens,
             settings=self._settings,
         )
-        clearly_worse = probe.rate < choice.rate * self._settings.probe_clear
-        self._waited = 0
-        self._wait = min(2 * self._wait, self._settings.probe_last) if clearly_worse else self._settings.probe_first
-        return replace(probe, probe=True)

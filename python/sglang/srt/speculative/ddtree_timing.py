@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,24 +142,23 @@ def _slope(runner: Any, contexts: LongContexts, total: int) -> float:
 
 def measure(
     *,
-    drafter: Any,
+    drafters: Mapping[int, Any],
     target: Any,
     commits: Any,
     max_budget: int,
-    draft_width: int,
     identity: Mapping[str, Any],
 ) -> CostTable:
     """Time all parts of packed rounds.
 
     Args:
-        drafter, target: the graph runners, captured; ``target`` is a `DDTreeVerifyGraphRunner` of packed rounds.
+        drafters, target: the graph runners, captured; the drafter's by draft width, and ``target`` is a
+            `DDTreeVerifyGraphRunner` of packed rounds.
         commits: the `PackedCommitGraphs`.
-        max_budget, draft_width, identity: as in `ddtree_auto.measure_costs`.
+        max_budget, identity: as in `ddtree_auto.measure_costs`.
     """
-    sizes: Sequence[int] = drafter.capture_bs
 
-    def draft_tokens(requests: int) -> tuple[int, int]:
-        size = min(size for size in sizes if size >= requests)
+    def draft_tokens(drafter: Any, requests: int) -> tuple[int, int]:
+        size = min(size for size in drafter.capture_bs if size >= requests)
         return size, size * drafter.captured_req_width
 
     def verify_tokens(total: int) -> tuple[int, int]:
@@ -170,23 +170,24 @@ def measure(
 
         return launch, launch
 
-    draft, verify = of_runner(drafter, draft_tokens), of_runner(target, verify_tokens)
+    drafts = {width: of_runner(drafter, partial(draft_tokens, drafter)) for width, drafter in drafters.items()}
+    verify = of_runner(target, verify_tokens)
     commit, totals = PartTimes(prepare_commit), target.capture_num_tokens
-    most = min(max(sizes), commits.largest)
+    most = min(commits.largest, *(max(drafter.capture_bs) for drafter in drafters.values()))
     with torch.inference_mode():
         # The host's times first, which every cell needs.
-        for part, size in ((draft, 1), (verify, totals[0]), (commit, totals[0])):
+        for part, size in (*((draft, 1) for draft in drafts.values()), (verify, totals[0]), (commit, totals[0])):
             part(size)
-        context = context_slopes({draft_width: drafter}, target, most)
+        context = context_slopes(drafters, target, most)
+        draft_host = max(draft.host for draft in drafts.values())
         return measure_costs(
-            draft,
+            drafts,
             lambda total: verify(total) + commit(total),
             request_grid(most),
             totals,
-            draft_width,
             identity,
             max_budget=max_budget,
-            host_drafted=HOST_SHARE * (draft.host + verify.host + commit.host),
+            host_drafted=HOST_SHARE * (draft_host + verify.host + commit.host),
             host_plain=HOST_SHARE * (verify.host + commit.host),
             context=context,
             context_base=float(target.seq_len_fill_value),

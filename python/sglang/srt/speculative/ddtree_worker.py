@@ -9,20 +9,18 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
-from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
-from sglang.kernels.ops.speculative.dflash import _prepare_dflash_draft_block_unchecked
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.layers.attention.triton_tree_backend import reads_ancestor_bits
 from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative import ddtree_timing
@@ -30,10 +28,12 @@ from sglang.srt.speculative.ddtree_auto import (
     AutoBudget,
     AutoRound,
     cost_table,
+    draft_widths,
     identity_of,
     request_classes,
     token_buckets,
 )
+from sglang.srt.speculative.ddtree_captured_width import capture_width
 from sglang.srt.speculative.ddtree_commit_graph import (
     CommitGraphs,
     Committed,
@@ -41,6 +41,7 @@ from sglang.srt.speculative.ddtree_commit_graph import (
     cuda_capture,
     with_own_workspace,
 )
+from sglang.srt.speculative.ddtree_draft_pass import DraftPass
 from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner, ragged_layout
 from sglang.srt.speculative.ddtree_kv_move import movable, move_accepted
@@ -62,8 +63,8 @@ from sglang.srt.speculative.ddtree_topk import local_vocabulary
 from sglang.srt.speculative.ddtree_utils import CommitPlan, DraftTree, WalkResult, plan_commit
 from sglang.srt.speculative.dflash_info import DDTreeDraftInput, DDTreeVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.draft_worker_common import make_draft_sampler_capture_hook
 from sglang.srt.speculative.eagle_utils import eagle_prepare_for_verify
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
     build_grammar_vocab_mask,
@@ -71,6 +72,7 @@ from sglang.srt.speculative.spec_utils import (
     record_stream_each,
     record_stream_for_v2_verify,
 )
+from sglang.srt.utils import get_available_gpu_memory
 from sglang_ddtree.flags import config_of
 from sglang_ddtree.requirements import check_loaded_target, device_round
 
@@ -79,6 +81,8 @@ logger = logging.getLogger(__name__)
 CommittedRound = TypeVar("CommittedRound", bound=Committed)
 # Under the budget auto: rounds per decision.
 _DECIDE_EVERY = 8
+# As much as SGLang wants free for a drafter's graphs.
+_NARROW_DRAFT_GB = 1.0
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -116,6 +120,8 @@ class DDTreeWorker(DFlashWorkerV2):
         target_worker.model_runner._decode_cuda_graph_runner_cls = lambda: DDTreeVerifyGraphRunner
         self._verify_tail = VerifyTail()
         self._commit_graphs: CommitGraphs | PackedCommitGraphs | None = None
+        # By width, ascending; the last is the drafter's own.
+        self._draft_passes: dict[int, DraftPass] = {}
         self._auto: AutoBudget | None = None
         self._auto_round: AutoRound | None = None
 
@@ -128,9 +134,12 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _maybe_build_draft_sampler(self) -> DraftTail:
         """What SGLang captures behind the drafter, in the drafter's graph."""
+        return self._draft_tail(self.block_size)
+
+    def _draft_tail(self, width: int) -> DraftTail:
         return DraftTail(
             lm_head=self.target_worker.model_runner.model.lm_head,
-            block_size=self.block_size,
+            block_size=width,
             topk=self.config.topk,
             max_bs=max(get_exec().graph.cuda_graph_config.decode.bs),
             tp_group=get_tp_group(),
@@ -148,7 +157,9 @@ class DDTreeWorker(DFlashWorkerV2):
         runner = self.draft_model_runner.decode_cuda_graph_runner
         if not isinstance(runner, DecodeCudaGraphRunner):
             # Graphs are off, and what runs eagerly takes any width.
-            self._start_auto()
+            forward = self.draft_model_runner.forward
+            self._draft_passes = {width: self._draft_pass(width, forward, None) for width in self._draft_widths()}
+            self._start_auto({})
             return
         # A graph of another width would never be replayed, and the drafter would run eagerly without a word.
         if runner.captured_req_width != self.block_size:
@@ -161,11 +172,60 @@ class DDTreeWorker(DFlashWorkerV2):
                 "DDTREE: the drafter, its head and %d candidates per position run from one CUDA graph.",
                 self.config.topk,
             )
+        own = self._draft_pass(self.block_size, self.draft_model_runner.forward, self._draft_sampler)
+        drafters = {self.block_size: runner}
+        self._draft_passes = {self.block_size: own}
+        for width in reversed(self._draft_widths()[:-1]):
+            made = self._capture_narrow_draft(width)
+            if made is None:
+                break
+            self._draft_passes[width], drafters[width] = made
+        self._draft_passes = dict(sorted(self._draft_passes.items()))
         self._capture_commits()
-        self._start_auto()
+        self._start_auto(drafters)
 
-    def _start_auto(self) -> None:
-        """What decides the budget round by round, once it is known which totals have graphs, and what they cost."""
+    def _draft_widths(self) -> tuple[int, ...]:
+        """Positions that a round may draft, ascending; the last is the drafter's block."""
+        return draft_widths(self.block_size) if self.config.auto else (self.block_size,)
+
+    def _draft_pass(self, width: int, forward: Callable[[ForwardBatch], Any], tail: DraftTail | None) -> DraftPass:
+        return DraftPass(
+            width,
+            forward,
+            self._candidates,
+            tail=tail,
+            mask_token_id=self._mask_token_id,
+            req_to_token=self.model_runner.req_to_token_pool.req_to_token,
+            by_kernel=self._round.on_device and self._use_triton_prepare_block,
+        )
+
+    def _capture_narrow_draft(self, width: int) -> tuple[DraftPass, DecodeCudaGraphRunner] | None:
+        """A pass of fewer positions with graphs of its own, and these; None where there is no memory for them."""
+        group = get_tp_group()
+        # The least of all ranks, which must all capture or none.
+        free = get_available_gpu_memory(
+            self.device, self.gpu_id, distributed=group.world_size > 1, cpu_group=group.cpu_group
+        )
+        if free < _NARROW_DRAFT_GB:
+            logger.warning(
+                "DDTREE: no graphs for drafts of %d positions, because only %.2f GB of GPU memory are free; all rounds "
+                "draft more. Lower --mem-fraction-static to have them.",
+                width,
+                free,
+            )
+            return None
+        tail = self._draft_tail(width)
+        captured = capture_width(self.draft_model_runner, width, [make_draft_sampler_capture_hook(tail)])
+        if self.ps.tp_rank == 0:
+            logger.info("DDTREE: drafts of %d positions run from CUDA graphs of their own.", width)
+        return self._draft_pass(width, captured.forward, tail), captured.graphs
+
+    def _start_auto(self, drafters: Mapping[int, Any]) -> None:
+        """What decides the budget round by round, once it is known which totals have graphs, and what they cost.
+
+        Args:
+            drafters: the drafter's graph runners by width, if graphs are on.
+        """
         if not self.config.auto:
             return
         runner = self._target_graphs()
@@ -177,6 +237,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._auto = AutoBudget(
             self.config,
             buckets=buckets,
+            draft_widths=tuple(self._draft_passes),
             decide=partial(_first_ranks, group) if group.world_size > 1 else None,
             new_event=_recorded_event if torch.device(self.device).type == "cuda" else None,
             every=_DECIDE_EVERY,
@@ -184,14 +245,13 @@ class DDTreeWorker(DFlashWorkerV2):
         commits = self._commit_graphs
         if not isinstance(commits, PackedCommitGraphs):
             return  # without graphs there is nothing to time
-        identity = identity_of(self.server_args, self.config, buckets)
+        identity = identity_of(self.server_args, self.config, buckets, tuple(self._draft_passes))
         measure = partial(
             ddtree_timing.measure,
-            drafter=self.draft_model_runner.decode_cuda_graph_runner,
+            drafters=drafters,
             target=runner,
             commits=commits,
             max_budget=self.config.budget,
-            draft_width=self.block_size,
             identity=identity,
         )
         if group.world_size > 1:
@@ -310,7 +370,7 @@ class DDTreeWorker(DFlashWorkerV2):
             return self._verify_packed(
                 batch, tree, self._total_of_roots(len(bonus_tokens)), on_publish, grammar_barrier
             )
-        ids, logprobs = self._draft(batch, bonus_tokens)
+        ids, logprobs = self._draft(batch, bonus_tokens, self._width_of_round())
         tree, shadow = self._build(bonus_tokens, ids, logprobs, batch.seq_lens)
         if shape is not None:
             return self._verify_packed(batch, tree, shape, on_publish, grammar_barrier)
@@ -323,6 +383,10 @@ class DDTreeWorker(DFlashWorkerV2):
         context, classes = partial(self._context_tokens, batch), partial(_count_classes, batch.reqs)
         self._auto_round = self._auto.begin_round(len(batch.seq_lens), context, classes)
         return "plain" if self._auto_round.plain else self._auto_round.tokens
+
+    def _width_of_round(self) -> int:
+        """How many positions this round drafts, the bonus token's counted; one of the draft passes'."""
+        return self.block_size if self._auto_round is None else self._auto_round.draft_width
 
     def _plain_tree(self, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> RoundTree:
         graphs = self._packed_graphs(len(bonus_tokens))
@@ -382,79 +446,20 @@ class DDTreeWorker(DFlashWorkerV2):
         bs = len(batch.seq_lens)
         return max(batch.spec_info.reserved_seq_lens_sum - ahead * bs, bs)
 
-    def _draft(self, batch: ScheduleBatch, bonus_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass of the drafter over [bonus, mask x (D - 1)].
+    def _draft(self, batch: ScheduleBatch, bonus_tokens: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass of the drafter over [bonus, mask x (width - 1)]; returns as `DraftPass.run`."""
+        return self._draft_passes[width].run(batch, bonus_tokens, self._host_bound(batch))
 
-        Returns:
-            ids int64 [bs, D - 1, K] and log-probabilities float32 [bs, D - 1, K] for block positions 1..D-1.
-        """
-        bs, width = batch.seq_lens.shape[0], self.block_size
-        block, positions, slots = self._draft_block(batch, bonus_tokens)
-        # An upper bound per row for backends that plan on the host.
-        seq_lens_cpu = self._host_bound(batch).to(torch.int32) + width
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=bs,
-            input_ids=block.view(-1),
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            out_cache_loc=slots.view(-1),
-            seq_lens_sum=int(seq_lens_cpu.sum()),
-            seq_lens_cpu=seq_lens_cpu,
-            positions=positions.view(-1),
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._draft_block_spec_info,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
+    def _candidates(self, hidden_states: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of an eager pass, see `DraftPass`."""
+        return candidates(
+            hidden_states,
+            self.target_worker.model_runner.model.lm_head,
+            width,
+            self.config.topk,
+            get_tp_group(),
+            on_device=self._round.on_device,
         )
-        with torch.inference_mode():
-            output = self.draft_model_runner.forward(forward_batch)
-            if self._draft_sampler is not None and output.can_run_graph:
-                return self._draft_sampler.ids[:bs], self._draft_sampler.logprobs[:bs]
-            return candidates(
-                output.logits_output.hidden_states,
-                self.target_worker.model_runner.model.lm_head,
-                width,
-                self.config.topk,
-                get_tp_group(),
-                on_device=self._round.on_device,
-            )
-
-    def _draft_block(
-        self, batch: ScheduleBatch, bonus_tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, positions and KV slots of the drafted blocks, each int64 [bs, D]."""
-        bs, width = batch.seq_lens.shape[0], self.block_size
-        req_to_token = self.model_runner.req_to_token_pool.req_to_token
-        if self._round.on_device and self._use_triton_prepare_block:
-            self._ensure_draft_block_buffers(bs)
-            block, positions, slots = (
-                self._draft_block_ids_buf[:bs],
-                self._draft_block_positions_buf[:bs],
-                self._draft_verify_out_cache_loc_buf[:bs],
-            )
-            _prepare_dflash_draft_block_unchecked(
-                bonus_tokens=bonus_tokens,
-                prefix_lens=batch.seq_lens,
-                req_pool_indices=batch.req_pool_indices,
-                req_to_token=req_to_token,
-                block_ids_out=block,
-                positions_out=positions,
-                cache_loc_out=slots,
-                mask_token_id=int(self._mask_token_id),
-            )
-            return block, positions, slots
-        block = torch.full((bs, width), self._mask_token_id, dtype=torch.int64, device=self.device)
-        block[:, 0] = bonus_tokens
-        slots = assign_extend_cache_locs_func(
-            req_pool_indices=batch.req_pool_indices,
-            req_to_token=req_to_token,
-            start_offset=batch.seq_lens,
-            end_offset=batch.seq_lens + width,
-            batch_size=bs,
-            draft_token_num=width,
-            device=self.device,
-        )
-        return block, batch.seq_lens[:, None] + self._block_pos_offsets, slots
 
     def _verify_mask(self, batch: ScheduleBatch, tree: RoundTree) -> torch.Tensor | None:
         """The tree's mask in the form the attention backend takes; None where it reads bits, or a chain."""

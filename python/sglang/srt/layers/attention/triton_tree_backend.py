@@ -109,7 +109,8 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         self._dtype = model_runner.dtype
         # A drafter's windowed layers never reach the tree kernel.
         self._has_window = not self.is_draft_runner and (self.sliding_window_size or 0) > 0
-        self._block_bits: torch.Tensor | None = None
+        # A drafter's, by its block's size.
+        self._block_bits: dict[int, torch.Tensor] = {}
         self._graph_max_bs = 0
         self._graph_round: TreeRound | None = None
         # Batch sizes whose graph holds the tree kernel.
@@ -161,8 +162,9 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         cuda_graph_num_kv_splits_buf: torch.Tensor | None = None,
     ) -> None:
         is_draft_runner = self.is_draft_runner
-        if self._verifies() and kv_indices_buf is None and not self._has_window:
-            # The parent's would hold a whole context for each of a request's N tokens. A row is what a request has.
+        has_window = (self.sliding_window_size or 0) > 0
+        if (self._verifies() or self._drafts()) and kv_indices_buf is None and not has_window:
+            # The parent's would hold a whole context for each of a request's tokens. A row is what a request has.
             kv_indices_buf = torch.zeros(
                 max_bs * self.req_to_token.shape[1], dtype=torch.int64, device=self.req_to_token.device
             )
@@ -382,10 +384,10 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         """
         bits = getattr(spec_info, "ancestor_bits", None)
         if self._drafts():
-            if self._block_bits is None:
-                nodes = int(getattr(spec_info, "draft_token_num", None) or self.num_draft_tokens)
-                self._block_bits = _chain_bits(nodes, self.device)[-1:].expand(nodes, -1).contiguous()
-            return self._block_bits.expand(bs, -1, -1)
+            nodes = int(getattr(spec_info, "draft_token_num", None) or self.num_draft_tokens)
+            if nodes not in self._block_bits:
+                self._block_bits[nodes] = _chain_bits(nodes, self.device)[-1:].expand(nodes, -1).contiguous()
+            return self._block_bits[nodes].expand(bs, -1, -1)
         if bits is not None or not self.tree_for_chains or not self._verifies():
             return bits
         # The parent serves a chain where the kernel does not.
