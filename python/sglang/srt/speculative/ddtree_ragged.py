@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -260,6 +261,14 @@ def bin_edges() -> np.ndarray:
     return bits.view(np.float32).astype(np.float64) - BIN_ORIGIN
 
 
+@cache
+def _bin_means() -> np.ndarray:
+    """The mean of exp(-x) over every bin, float64 [64]. The last one is open: nothing there is worth a node."""
+    low = bin_edges()
+    width = np.append(np.diff(low), np.inf)
+    return np.exp(-low) * -np.expm1(-width) / width
+
+
 def expected_gain(histogram: np.ndarray | Sequence[int], nodes: np.ndarray | Sequence[float]) -> np.ndarray:
     """Drafted nodes that a batch is expected to have accepted, if its ``nodes`` likeliest are verified. On the host.
 
@@ -278,10 +287,7 @@ def expected_gain(histogram: np.ndarray | Sequence[int], nodes: np.ndarray | Seq
     counts = np.asarray(histogram, np.float64)
     if counts.shape != (BINS,):
         raise ValueError(f"histogram must have the shape [{BINS}], got {list(counts.shape)}.")
-    low = bin_edges()
-    width = np.append(np.diff(low), np.inf)
-    # The mean of exp(-x) over a bin. The last one is open: nothing there is worth a node.
-    mean = np.exp(-low) * -np.expm1(-width) / width
+    mean = _bin_means()
     ends = np.concatenate([[0.0], counts.cumsum()])
     gains = np.concatenate([[0.0], (counts * mean).cumsum()])
     # Interpolation needs ascending points; an empty bin repeats one, with the same gain.
