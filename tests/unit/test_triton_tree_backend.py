@@ -327,6 +327,17 @@ def test_a_drafters_block(for_chains, world, all_seen, monkeypatch):
 
 
 @on_device
+def test_a_drafters_blocks_of_several_widths(world):
+    """In turn, as of a drafter without graphs; every token of a block sees all of it."""
+    backend = world.backend(draft=True)
+    for nodes in (8, 4, 70, 8):
+        bits = backend._bits(SimpleNamespace(draft_token_num=nodes), 3)
+        assert bits.shape == (3, nodes, -(-nodes // 64))
+        seen = [[(int(row[column // 64]) >> (column % 64)) & 1 for column in range(nodes)] for row in bits[2]]
+        assert seen == [[1] * nodes] * nodes
+
+
+@on_device
 def test_a_drafters_block_in_fixed_buffers(world, all_seen):
     _, (four, two) = captured(world, 4, 2, bits=False, draft=True)
     for lengths, graph in ((LENGTHS, four), ([5, 64, 90], four), ([200], two)):
