@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import recorded_drafts
-from serving_bench import decode, load, report, servers, shapes, steady
+from serving_bench import auto_rounds, decode, load, report, servers, shapes, steady
 from serving_bench.recorded_texts import Texts
 from serving_bench.report import Rows, Verdict
 from serving_bench.servers import AUTO, PLAIN, ROOT, BenchServer, Plan, Record
@@ -136,7 +136,9 @@ def measure(
     if have is not None and have < need:
         print(f"{name}, {requests} requests: needs {need} KV tokens, there are {have}", flush=True)
         return {"skipped": f"needs {need} KV tokens, there are {have}"}
-    return measure_load(server.url, name, asks(texts, requests, first), requests, args, compare)
+    with auto_rounds.watched(server, plan.mode) as decided:
+        found = measure_load(server.url, name, asks(texts, requests, first), requests, args, compare)
+    return found | decided
 
 
 def measure_gate(url: str, name: str, source: Iterator[Ask], count: int, compare: Compare) -> dict[str, Any]:
@@ -247,7 +249,8 @@ def result_rows(
                 found = {"error": errors.get(plan.mode, "not measured")}
             elif "skipped" in found:
                 found = {"error": found["skipped"]}
-            rows.append(row | found)
+            decided = {f"auto_{key}": value for key, value in found.get("decided", {}).items()}
+            rows.append(row | {key: value for key, value in found.items() if key != "decided"} | decided)
     return rows
 
 

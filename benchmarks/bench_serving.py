@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serving_bench import load, report, servers
+from serving_bench import auto_rounds, load, report, servers
 from serving_bench.report import Rows, Verdict
 from serving_bench.servers import PLAIN, ROOT, BenchServer, Plan, Record
 
@@ -127,10 +127,13 @@ def measure(
     passes = []
     warm = [ids[i % len(ids)] for i in range(2 * requests)]
     load.closed_loop(server.url, warm, requests, {"max_new_tokens": min(32, args.tokens)})
-    for _ in range(args.repeats):
-        server.flush_cache()
-        passes.append(load.closed_loop(server.url, [p for _, p in chosen], requests, {"max_new_tokens": args.tokens}))
-    found = summarize(passes, [name for name, _ in chosen])
+    with auto_rounds.watched(server, plan.mode) as decided:
+        for _ in range(args.repeats):
+            server.flush_cache()
+            passes.append(
+                load.closed_loop(server.url, [p for _, p in chosen], requests, {"max_new_tokens": args.tokens})
+            )
+    found = summarize(passes, [name for name, _ in chosen]) | decided
     found["answers"] = [stream.ids for stream in passes[0][0][: len(prompts)]]
     print(
         f"{servers.label(plan.mode)}, {requests} requests: {found['tokens_per_s']:.0f} tokens/s, "
@@ -178,7 +181,8 @@ def result_rows(
             if found is None:
                 row["error"] = errors.get(plan.mode, "not measured")
             else:
-                row |= {key: value for key, value in found.items() if key != "answers"}
+                row |= {key: value for key, value in found.items() if key not in ("answers", "decided")}
+                row |= {f"auto_{key}": value for key, value in found.get("decided", {}).items()}
                 if "answers" in plain:
                     pairs = zip(found["answers"], plain["answers"], strict=True)
                     row["equal_answers"] = sum(a == b for a, b in pairs)

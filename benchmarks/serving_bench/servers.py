@@ -105,6 +105,8 @@ def has_gpu() -> bool:
 def common_flags(dtype: str, max_requests: int, backend: str) -> list[str]:
     """What every mode's server gets; all else is SGLang's default, overlap scheduling and decode graphs among it."""
     flags = ["--dtype", dtype, "--max-running-requests", str(max_requests), "--random-seed", "7", "--sleep-on-idle"]
+    # What auto decided is read from them (auto_rounds.py); every mode pays for them alike.
+    flags += ["--enable-metrics"]
     if has_gpu():
         flags += ["--attention-backend", backend, "--cuda-graph-max-bs", str(max_requests)]
         # Its kernels take a minute to compile, and reading a prompt is the same work in every mode.
@@ -124,8 +126,11 @@ class BenchServer(ServerProcess):
         super().__init__(command, port, log, env=values)
 
     def get(self, path: str) -> Any:
+        return json.loads(self.text(path))
+
+    def text(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=60) as response:
-            return json.load(response)
+            return response.read().decode()
 
     def flush_cache(self) -> None:
         """Empty the prefix cache.

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_round  # noqa: E402
 import bench_serving  # noqa: E402
 import bench_simulated  # noqa: E402
-from serving_bench import decode, load, report, servers, shapes  # noqa: E402
+from serving_bench import auto_rounds, decode, load, report, servers, shapes  # noqa: E402
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
 from sglang_ddtree.flags import config_of  # noqa: E402
 
@@ -609,3 +609,51 @@ def test_the_picture(tmp_path):
     pytest.importorskip("matplotlib")
     make_report(smoke=False).write(tmp_path / "real", None)
     assert (tmp_path / "real.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- What the budget auto decided.
+
+
+METRICS = """# HELP sglang:ddtree_auto_verify_tokens Verify tokens
+sglang:ddtree_auto_verify_tokens_bucket{le="8.0",tp_rank="0"} 3.0
+sglang:ddtree_auto_verify_tokens_count{tp_rank="0"} ROUNDS
+sglang:ddtree_auto_verify_tokens_sum{tp_rank="0"} TOKENS
+sglang:ddtree_auto_plain_rounds_total{tp_rank="0"} 5.0
+sglang:ddtree_auto_narrow_rounds_total{tp_rank="0"} HALF
+sglang:ddtree_auto_narrow_rounds_total{tp_rank="1"} HALF
+sglang:ddtree_auto_probe_rounds_total{tp_rank="0"} 0.0
+sglang:ddtree_auto_forecast_tokens_total{tp_rank="0"} 400.0
+sglang:ddtree_auto_expected_tokens_total{tp_rank="0"} 500.0
+sglang:ddtree_auto_committed_tokens_total{tp_rank="0"} COMMITTED
+sglang:num_running_reqs{tp_rank="0"} 7.0
+"""
+
+
+def metrics_of(rounds: int, tokens: int, half: int, committed: int) -> str:
+    text = METRICS.replace("ROUNDS", str(rounds)).replace("TOKENS", str(tokens))
+    return text.replace("HALF", str(half)).replace("COMMITTED", str(committed))
+
+
+def test_what_was_decided_between_two_readings():
+    before = auto_rounds.sums("")
+    middle, after = (auto_rounds.sums(metrics_of(*numbers)) for numbers in ((10, 640, 1, 300), (30, 1040, 3, 700)))
+    assert "num_running_reqs" not in str(after) and after["narrow_rounds_total"] == 6
+    first = auto_rounds.between(before, middle)
+    assert first["rounds"] == 10 and first["plain"] == 0.5 and first["committed_per_expected"] == 0.6
+    grown = {**middle, "forecast_tokens_total": 0.0, "expected_tokens_total": 0.0}
+    second = auto_rounds.between(grown, after)
+    assert second["rounds"] == 20 and second["verify_tokens"] == 20 and second["plain"] == 0
+    assert second["narrow"] == 0.2 and second["committed"] == 20 and second["committed_per_forecast"] == 1
+    assert auto_rounds.between(after, after) == {}
+    assert "20 rounds of 20 tokens, 0% plain, 20% half a block" in auto_rounds.in_words(second)
+
+
+def test_only_a_server_with_the_budget_auto_is_asked():
+    readings = [metrics_of(10, 640, 1, 300), metrics_of(10, 640, 1, 300), metrics_of(10, 640, 1, 300), ""]
+    server = SimpleNamespace(text=lambda path: readings.pop(0))
+    with auto_rounds.watched(server, "ddtree-15") as found:
+        pass
+    assert found == {} and len(readings) == 4
+    with auto_rounds.watched(server, "ddtree-auto") as found:
+        assert len(readings) == 3
+    assert found == {} and len(readings) == 2

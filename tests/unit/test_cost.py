@@ -108,6 +108,17 @@ def test_observations_move_the_table_slowly_towards_the_truth():
     assert 1.02 < t.plain_seconds(16) / 3e-3 < 1.15
 
 
+def test_a_round_that_stands_for_others_counts_for_some_of_them():
+    def after(rounds: int, **others: int) -> float:
+        t = table()
+        for _ in range(rounds):
+            assert t.observe(16, 4, 64, 1.1 * affine(4, 64), **others)
+        return float(t.seconds(16, 4, 64)) / affine(4, 64)
+
+    assert 1 < after(1) < after(1, stands_for=2) < after(1, stands_for=3) == after(1, stands_for=8)
+    assert after(1, stands_for=3) == pytest.approx(after(3), rel=0.01)
+
+
 def test_a_point_alone_is_corrected_once_others_contradict():
     t = table()
     for _ in range(400):

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 # The share of a round's (clipped) deviation that goes into the point beside it, and into all points alike.
 _POINT_RATE, _SHARED_RATE = 0.03, 0.02
+# A round that stands for others counts for so many at most.
+_MOST_WEIGHT = 3
 # The same for what the context adds.
 _CONTEXT_RATE = 0.05
 # One round moves nothing by more than this (natural log); beyond _OUTLIER it does not count at all ...
@@ -221,6 +223,7 @@ class CostTable:
         seconds: float,
         context_tokens: float = 0.0,
         host_bound: bool = False,
+        stands_for: int = 1,
     ) -> bool:
         """Take in a round's measured time, slowly. Mutates the corrections.
 
@@ -234,6 +237,7 @@ class CostTable:
             seconds: from the round's beginning to the next one's, with nothing else (a prefill) between.
             host_bound: the device had nothing left to do when the next round was launched. Then it is the host that
                 takes so long, for any round of so many requests, and nothing is learnt about the device.
+            stands_for: rounds of which this one is timed; corrections are faster where it is one of several.
 
         Returns:
             Whether it counted; rounds that the table does not cover do not.
@@ -263,7 +267,7 @@ class CostTable:
         if host_bound:
             host.observe(requests, seconds)
             return True
-        step = min(max(deviation, -_CLIP), _CLIP)
+        step = min(max(deviation, -_CLIP), _CLIP) * min(stands_for, _MOST_WEIGHT)
         of_context = step * min(self._context(draft_width, requests, context_tokens) / expected, 1.0)
         step -= of_context
         self._context_correction = _within(self._context_correction + _CONTEXT_RATE * of_context, _CONTEXT_BOUND)
