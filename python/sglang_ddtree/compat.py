@@ -279,7 +279,6 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
         "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("self", "forward_batch"),
         "sglang.srt.utils.get_available_gpu_memory": ("device", "gpu_id", "distributed", "cpu_group"),
         "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._maybe_build_draft_sampler": None,
-        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._ensure_draft_block_buffers": ("self", "bs"),
         "sglang.srt.speculative.draft_worker_common.make_draft_sampler_capture_hook": ("draft_sampler",),
         "sglang.srt.speculative.draft_worker_common.make_draft_block_spec_info": ("draft_token_num", "device"),
         "sglang.srt.layers.attention.verify_mask.VerifyMask.fits": ("self", "bs"),

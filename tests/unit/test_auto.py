@@ -259,6 +259,38 @@ def test_a_load_that_jumps_settles_within_50_rounds(per_token, plain_at_64, seed
     assert totals.rounds == 3 * 350 - 2 and totals.timed > timed * totals.rounds
 
 
+def test_no_round_is_timed_with_the_decision_of_the_next():
+    """A host of which every round takes 4 ms, and a decision 0.9 more: nothing tells drafts from plain rounds."""
+    clock, told = SimpleNamespace(now=0.0), Counter()
+
+    def event() -> Any:
+        at = clock.now
+        return SimpleNamespace(at=at, query=lambda: True, elapsed_time=lambda later: 1000 * (later.at - at))
+
+    costs = table(plain=1e-5)
+    observe = costs.observe
+
+    def observed(width: int, requests: int, tokens: int, seconds: float, *others: Any, **more: Any) -> bool:
+        told[width, round(1000 * seconds, 3)] += 1
+        return observe(width, requests, tokens, seconds, *others, **more)
+
+    costs.observe = observed  # type: ignore[method-assign]
+    auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=costs, new_event=event, every=8)
+    decide = auto.policy.next_round
+
+    def slow(*arguments: Any) -> Any:
+        clock.now += 0.0009
+        return decide(*arguments)
+
+    auto.policy.next_round = slow  # type: ignore[method-assign]
+    for _ in range(400):
+        run = auto.begin_round(32)
+        clock.now += 0.004
+        auto.launched()
+        auto.end_round(run, None, None, [0] * 32, [])
+    assert set(told) == {(0, 4.0), (16, 4.0)}
+
+
 def test_a_decision_holds_for_some_rounds():
     auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=table(), every=4, plain=False)
     fresh = [auto.begin_round(2).fresh for _ in range(9)]
@@ -455,7 +487,7 @@ def test_events_that_never_come_hold_nothing_up():
     auto = AutoBudget(CONFIG, buckets=BUCKETS, cost=costs, new_event=clock.event)
     clock.stuck = True
     run_rounds(auto, clock, [0.008] * 1000)
-    assert costs.told == [] and len(auto._pending) <= ddtree_auto._PENDING and clock.made == 1000
+    assert costs.told == [] and len(auto._pending) <= ddtree_auto._PENDING and clock.made == 1999
     clock.stuck = False
     run_rounds(auto, clock, [0.008])
     assert len(costs.told) == ddtree_auto._PENDING

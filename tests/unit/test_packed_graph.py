@@ -30,6 +30,8 @@ def test_equals_the_same_steps_one_by_one(seed: int) -> None:
     torch.manual_seed(seed)
     server = Server(SIZES, TOTALS, DEPTH + 1)
     graphs = PackedCommitGraphs(budget=BUDGET, max_depth=DEPTH, feed=server.feed_rows, **server.arguments())
+    # All shapes of packing were compiled.
+    assert {(bs, total) for total in TOTALS for bs in SIZES if bs <= total} <= set(graphs._shares)
     steps, reference = DeviceRound(), TorchRound()
     earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
     committed = []

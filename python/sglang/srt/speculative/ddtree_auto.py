@@ -233,7 +233,7 @@ class AutoBudget:
         plain: whether plain rounds can be run.
         settings: the policy's margins.
         every: only one round in so many is decided and learnt from, as long as the number of requests stays within an
-            eighth of what it was: that is a few tenths of a millisecond of the host's time.
+            eighth of what it was: either takes the host some tenths of a millisecond.
 
     Attributes:
         policy: the policy, with its gain curve, cost table and calibration.
@@ -310,14 +310,15 @@ class AutoBudget:
             if self._repeated == 1:
                 self._end_running()
             return kept
+        # Before the decision, which is no part of the round: only a probe would be ended here and pay for it.
+        self._end_running()
         context = context_tokens() if callable(context_tokens) else context_tokens
         choice = self.policy.next_round(requests, context, classes() if callable(classes) else classes)
         if self._decide is not None:
             own = (choice.draft_width, choice.tokens, int(choice.probe))
             choice = self._follow(choice, self._decide(own), requests)
         if self._new_event is not None:
-            now = self._end_running() or self._new_event()
-            self._running = _Timed(choice.draft_width, requests, choice.tokens, context, now)
+            self._running = _Timed(choice.draft_width, requests, choice.tokens, context, self._new_event())
         made = AutoRound(
             owner=self,
             plain=choice.draft_width == 0,
@@ -340,19 +341,19 @@ class AutoBudget:
         if abs(requests - last.requests) > _SAME_LOAD * last.requests or requests > last.tokens and not last.plain:
             return None
         tokens = requests if last.plain else last.tokens
-        return replace(last, tokens=tokens, requests=requests, fresh=False)
+        forecast = last.forecast * requests / last.requests
+        return replace(last, tokens=tokens, requests=requests, forecast=forecast, fresh=False)
 
-    def _end_running(self) -> Any:
-        """The event that ends the round that is timed, if one is."""
+    def _end_running(self) -> None:
+        """End the round that is timed, if one is."""
         if self._running is None or self._new_event is None:
-            return None
+            return
         running = self._running
         # Whether the device already waits for what is launched next.
         host_bound = running.done is not None and bool(running.done.query())
         now = self._new_event()
         self._pending.append(replace(running, end=now, host_bound=host_bound))
         self._running = None
-        return now
 
     def launched(self) -> None:
         """All of the round that began last has been launched."""

@@ -9,6 +9,7 @@ D here is the pass's width: the block is [bonus, mask x (D - 1)].
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,6 +91,13 @@ class DraftPass:
             if self._tail is not None and output.can_run_graph:
                 return self._tail.ids[:bs], self._tail.logprobs[:bs]
             return self._candidates(output.logits_output.hidden_states, self.width)
+
+    def compile(self) -> None:
+        """Run the block's kernel once, before any request waits for it to be compiled."""
+        if not self._by_kernel:
+            return
+        zero = torch.zeros(1, dtype=torch.int64, device=self._req_to_token.device)
+        self._block(SimpleNamespace(seq_lens=zero, req_pool_indices=zero), zero)
 
     def _block(self, batch: Any, bonus_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, positions and KV slots of the drafted blocks, each int64 [bs, D]."""

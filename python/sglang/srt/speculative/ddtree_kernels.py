@@ -273,9 +273,10 @@ def _cost(score):
     return tl.minimum(score.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800000)
 
 
-# What a request has one of lies anywhere in the last round's results: compiled once, not per alignment while serving.
+# What a request has one of lies anywhere in the last round's results, and drafts may be of several lengths: compiled
+# once, not while serving.
 @triton.jit(
-    do_not_specialize=["n", "drafted", "levels", "topk"],
+    do_not_specialize=["ids_stride_b", "lp_stride_b", "n", "drafted", "levels", "topk"],
     do_not_specialize_on_alignment=["root_tokens", "seq_lens"],
 )
 def _build_kernel(

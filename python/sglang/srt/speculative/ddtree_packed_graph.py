@@ -182,6 +182,11 @@ class PackedCommitGraphs(CommitInputs):
             for bs in sizes:
                 tree, zeros = self._trees.head(bs), torch.zeros(bs, dtype=torch.int64, device=self._device)
                 self.pack(tree, total, zeros, zeros, columns)
+        self._is_running.zero_()
+        self._running = 0
+        if self._device.type == "cuda":
+            # This may not be the stream of the next round, which writes the same buffers.
+            torch.cuda.synchronize()
 
     def _rows(self, total: int) -> PackedNodes:
         if total not in self._rows_of:

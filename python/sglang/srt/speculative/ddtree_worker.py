@@ -81,8 +81,8 @@ logger = logging.getLogger(__name__)
 CommittedRound = TypeVar("CommittedRound", bound=Committed)
 # Under the budget auto: rounds per decision.
 _DECIDE_EVERY = 8
-# As much as SGLang wants free for a drafter's graphs.
-_NARROW_DRAFT_GB = 1.0
+# SGLang wants 1 GB free for a drafter's graphs; the buffers of an attention backend may be as large.
+_NARROW_DRAFT_GB = 2.0
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -175,13 +175,16 @@ class DDTreeWorker(DFlashWorkerV2):
         own = self._draft_pass(self.block_size, self.draft_model_runner.forward, self._draft_sampler)
         drafters = {self.block_size: runner}
         self._draft_passes = {self.block_size: own}
+        # First what every server needs: the graphs of narrower drafts take what memory is left.
+        self._capture_commits()
         for width in reversed(self._draft_widths()[:-1]):
             made = self._capture_narrow_draft(width)
             if made is None:
                 break
             self._draft_passes[width], drafters[width] = made
         self._draft_passes = dict(sorted(self._draft_passes.items()))
-        self._capture_commits()
+        for draft_pass in self._draft_passes.values():
+            draft_pass.compile()
         self._start_auto(drafters)
 
     def _draft_widths(self) -> tuple[int, ...]:
