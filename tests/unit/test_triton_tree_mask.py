@@ -155,6 +155,23 @@ def test_a_ragged_batch_of_trees(extra_splits, dtype):
 
 
 @on_device
+@pytest.mark.parametrize("extra_splits", (0, 5))
+def test_requests_of_few_nodes_have_tiles_of_their_own(extra_splits):
+    """With 2 query heads per KV head, those of at most 8 nodes; steps of other lengths tell who served a request."""
+    trees = [random_tree(nodes, nodes) for nodes in (1, 8, 9, 40)] + [[], random_tree(3, 3)]
+    batch = Batch(trees, [70, 133, 90, 65, 9, 130])
+    assert batch.q.shape[1] // batch.k.shape[1] == 2
+    wide, narrow = m.Tiles(64, 32, 4, 1), m.Tiles(16, 16, 4, 1)
+    both = batch.run(extra_splits, tiles=wide, small_tiles=narrow)
+    torch.testing.assert_close(both.float(), batch.expected(), rtol=0, atol=TOLERANCE[batch.dtype], equal_nan=True)
+    alone = {tiles: batch.run(extra_splits, tiles=tiles) for tiles in (wide, narrow)}
+    for part, parents in zip(batch.parts(), trees, strict=True):
+        own, other = (narrow, wide) if len(parents) <= 8 else (wide, narrow)
+        assert torch.equal(both[part], alone[own][part])
+        assert not parents or not torch.equal(alone[own][part], alone[other][part])
+
+
+@on_device
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", TREES if not INTERPRETED else ["root only", "random"])
 def test_a_single_request(name, context):

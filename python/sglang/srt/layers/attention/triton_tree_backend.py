@@ -10,9 +10,11 @@ import torch
 from sglang.srt.layers.attention.triton_backend import ForwardMetadata, TritonAttnBackend
 from sglang.srt.layers.attention.triton_tree_mask import (
     SplitPlan,
+    Tiles,
     allocate_plan,
     allocate_scratch,
     choose_extra_splits,
+    choose_small_tiles,
     choose_tiles,
     plan_splits,
     scratch_numel,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _WORD_BITS = 64
+# Tokens of a packed round up to which a second launch per layer costs more than it spares.
+_FEW_TOKENS = 64
 
 
 @dataclass(eq=False)
@@ -366,9 +370,17 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             out=out,
             plan=tree.plan if window < 0 else tree.window_plan,
             scratch=tree.scratch,
+            small_tiles=self._small_tiles(tree),
         )
 
     # --- What a round needs.
+
+    def _small_tiles(self, tree: TreeRound) -> Tiles | None:
+        """For packed rounds of so many tokens that they may be many requests of few nodes."""
+        if not tree.is_packed or tree.ancestor_bits.shape[0] <= _FEW_TOKENS:
+            return None
+        group, shared_memory = self.num_head // self.num_kv_head, shared_memory_of(torch.device(self.device))
+        return choose_small_tiles(group, self._head_dim, self._widest_value(), self._dtype, shared_memory)
 
     def _verifies(self) -> bool:
         return not self.is_draft_runner and not self.skip_prefill and bool(self.num_draft_tokens)

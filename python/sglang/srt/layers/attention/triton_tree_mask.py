@@ -116,6 +116,17 @@ def choose_tiles(
     return Tiles(block_m, block_n, num_warps, max(1, min(limit, stages)))
 
 
+# Nodes of a request that packed rounds of many requests mostly have at most.
+_FEW_NODES = 8
+
+
+def choose_small_tiles(
+    group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, shared_memory: int = _SHARED_MEMORY
+) -> Tiles:
+    """Tiles for requests of few nodes beside wider ones; ``group`` is H / G, the others as in `choose_tiles`."""
+    return choose_tiles(_FEW_NODES * group, head_dim, v_head_dim, dtype, shared_memory)
+
+
 @functools.cache
 def shared_memory_of(device: torch.device) -> int:
     """Bytes of shared memory that a program may use on a device."""
@@ -265,6 +276,7 @@ def tree_attention(
     plan: SplitPlan | None = None,
     scratch: torch.Tensor | None = None,
     tiles: Tiles | None = None,
+    small_tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Attention of every request's tree tokens over its committed prefix and their ancestors.
 
@@ -294,6 +306,8 @@ def tree_attention(
         plan: of `plan_splits` for these indptrs; None: one is made.
         scratch: float32, at least `scratch_numel(...)` for the plan; None: allocated.
         tiles: None: `choose_tiles`.
+        small_tiles: serve requests of at most its ``block_m`` rows, in a launch of their own; None: all by ``tiles``,
+            which for requests of few nodes compute mostly rows that do not exist.
 
     Returns:
         [T, H, DV]. A token that sees nothing gets zeros.
@@ -342,50 +356,56 @@ def tree_attention(
     if bs == 0 or tokens == 0:
         return out
     partial, lse = scratch[: numel // (v_dim + 1) * v_dim], scratch[numel // (v_dim + 1) * v_dim : numel]
-    row_tiles = triton.cdiv(rows, tiles.block_m)
-    _attention_kernel[(row_tiles, kv_heads, plan.items.shape[0])](
-        q,
-        k_tree,
-        v_tree,
-        k_cache,
-        v_cache,
-        out,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        bits,
-        depths,
-        sinks,
-        plan.items,
-        partial,
-        lse,
-        *q.stride()[:2],
-        *k_tree.stride()[:2],
-        *v_tree.stride()[:2],
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
-        *out.stride()[:2],
-        words,
-        rows,
-        sliding_window,
-        float(scaling),
-        float(logit_cap),
-        float(k_scale),
-        float(v_scale),
-        GROUP=group,
-        D=dim,
-        DV=v_dim,
-        BLOCK_D=_padded(dim),
-        BLOCK_DV=_padded(v_dim),
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        HAS_WINDOW=sliding_window >= 0,
-        HAS_CAP=logit_cap > 0,
-        HAS_SINKS=sinks is not None,
-        PRECISION=_precision(q),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+    # Launches by how many rows the requests have that they serve: more than the one number, at most the other.
+    launches = [(tiles, 0, rows)]
+    if small_tiles is not None and small_tiles.block_m < rows:
+        launches = [(tiles, small_tiles.block_m, rows), (small_tiles, 0, small_tiles.block_m)]
+    for used, above, most in launches:
+        _attention_kernel[(triton.cdiv(most, used.block_m), kv_heads, plan.items.shape[0])](
+            q,
+            k_tree,
+            v_tree,
+            k_cache,
+            v_cache,
+            out,
+            qo_indptr,
+            kv_indptr,
+            kv_indices,
+            bits,
+            depths,
+            sinks,
+            plan.items,
+            partial,
+            lse,
+            *q.stride()[:2],
+            *k_tree.stride()[:2],
+            *v_tree.stride()[:2],
+            *k_cache.stride()[:2],
+            *v_cache.stride()[:2],
+            *out.stride()[:2],
+            words,
+            rows,
+            above,
+            most,
+            sliding_window,
+            float(scaling),
+            float(logit_cap),
+            float(k_scale),
+            float(v_scale),
+            GROUP=group,
+            D=dim,
+            DV=v_dim,
+            BLOCK_D=_padded(dim),
+            BLOCK_DV=_padded(v_dim),
+            BLOCK_M=used.block_m,
+            BLOCK_N=used.block_n,
+            HAS_WINDOW=sliding_window >= 0,
+            HAS_CAP=logit_cap > 0,
+            HAS_SINKS=sinks is not None,
+            PRECISION=_precision(q),
+            num_warps=used.num_warps,
+            num_stages=used.num_stages,
+        )
     if plan.extra_splits:
         # Few rows per program while they are few, so that a single request's merge is spread over the device.
         per_program = min(_MERGE_TILE, triton.next_power_of_2(triton.cdiv(bs * kv_heads * rows, _MERGE_PROGRAMS)))
@@ -438,7 +458,7 @@ def _logits(q, k, scale, logit_cap, HAS_CAP: tl.constexpr, PRECISION: tl.constex
     return logits * (scale * 1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["words", "max_rows", "window"])
+@triton.jit(do_not_specialize=["words", "max_rows", "rows_above", "rows_most", "window"])
 def _attention_kernel(
     q_at,
     k_tree,
@@ -469,6 +489,8 @@ def _attention_kernel(
     out_head_stride,
     words,
     max_rows,
+    rows_above,
+    rows_most,
     window,
     scaling,
     logit_cap,
@@ -496,7 +518,7 @@ def _attention_kernel(
     first = tl.load(qo_indptr + request).to(tl.int64)
     nodes = tl.minimum((tl.load(qo_indptr + request + 1) - first).to(tl.int32), max_rows // GROUP)
     rows = nodes * GROUP
-    if tile * BLOCK_M >= rows:
+    if (tile * BLOCK_M >= rows) | (rows <= rows_above) | (rows > rows_most):
         return
     begin = tl.load(items + 4 * item + 1)
     end = tl.load(items + 4 * item + 2)
