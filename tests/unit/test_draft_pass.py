@@ -299,7 +299,7 @@ def test_the_blocks_kernel_is_compiled_before_any_request(by_kernel: bool, monke
         req_to_token=table,
         by_kernel=by_kernel,
     )
-    of.compile()
+    of.warm_up()
     assert len(prepared) == by_kernel
     for given in prepared:
         assert given["block_ids_out"].shape == given["cache_loc_out"].shape == (1, 8)

@@ -92,7 +92,7 @@ class DraftPass:
                 return self._tail.ids[:bs], self._tail.logprobs[:bs]
             return self._candidates(output.logits_output.hidden_states, self.width)
 
-    def compile(self) -> None:
+    def warm_up(self) -> None:
         """Run the block's kernel once, before any request waits for it to be compiled."""
         if not self._by_kernel:
             return

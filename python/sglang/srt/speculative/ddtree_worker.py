@@ -184,7 +184,7 @@ class DDTreeWorker(DFlashWorkerV2):
             self._draft_passes[width], drafters[width] = made
         self._draft_passes = dict(sorted(self._draft_passes.items()))
         for draft_pass in self._draft_passes.values():
-            draft_pass.compile()
+            draft_pass.warm_up()
         self._start_auto(drafters)
 
     def _draft_widths(self) -> tuple[int, ...]:
