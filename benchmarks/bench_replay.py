@@ -249,8 +249,7 @@ def result_rows(
                 found = {"error": errors.get(plan.mode, "not measured")}
             elif "skipped" in found:
                 found = {"error": found["skipped"]}
-            decided = {f"auto_{key}": value for key, value in found.get("decided", {}).items()}
-            rows.append(row | {key: value for key, value in found.items() if key != "decided"} | decided)
+            rows.append(row | found)
     return rows
 
 

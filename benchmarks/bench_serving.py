@@ -181,8 +181,7 @@ def result_rows(
             if found is None:
                 row["error"] = errors.get(plan.mode, "not measured")
             else:
-                row |= {key: value for key, value in found.items() if key not in ("answers", "decided")}
-                row |= {f"auto_{key}": value for key, value in found.get("decided", {}).items()}
+                row |= {key: value for key, value in found.items() if key != "answers"}
                 if "answers" in plain:
                     pairs = zip(found["answers"], plain["answers"], strict=True)
                     row["equal_answers"] = sum(a == b for a, b in pairs)

@@ -48,7 +48,7 @@ def in_words(decided: Mapping[str, float]) -> str:
 
 @contextmanager
 def watched(server: BenchServer, mode: str) -> Iterator[dict[str, Any]]:
-    """A dictionary that holds what was decided meanwhile, under "decided", once the block has ended.
+    """A dictionary that holds what was decided meanwhile, under names with "auto_", once the block has ended.
 
     Only of a server with the budget auto; its metrics must be on. Nothing is asked of it while the block runs.
     """
@@ -58,5 +58,5 @@ def watched(server: BenchServer, mode: str) -> Iterator[dict[str, Any]]:
     if mode == AUTO:
         decided = between(before, sums(server.text("/metrics")))
         if decided:
-            result["decided"] = decided
+            result.update({f"auto_{name}": value for name, value in decided.items()})
             print(f"  decided: {in_words(decided)}", flush=True)

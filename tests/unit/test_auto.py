@@ -227,7 +227,7 @@ def test_a_round_tells_of_the_width_that_it_drafted():
     auto = AutoBudget(CONFIG, buckets=BUCKETS, draft_widths=(8, 16), cost=two_widths(5e-5, 1e-4))
     few, many = auto.begin_round(1), auto.begin_round(64)
     assert (few.draft_width, few.narrow) == (16, False) and (many.draft_width, many.narrow) == (8, True)
-    wide = replace(many, draft_width=16, narrow=False)
+    wide = replace(many, draft_width=16)
     told = histogram_of(np.full((64, 63), 0.9))
     for run in (wide, many, wide, many):
         assert auto.end_round(run, told, None, [0] * 64, []).narrow == run.narrow

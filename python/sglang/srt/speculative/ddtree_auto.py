@@ -135,7 +135,6 @@ class AutoRound:
         requests: running, R.
         forecast: committed tokens that the policy expected when it decided.
         probe: drafted to learn what drafts are worth, not because it pays.
-        narrow: fewer positions are drafted than could be.
         fresh: decided now; else it is as the round before, and nothing is learnt from it but what it committed.
     """
 
@@ -146,8 +145,12 @@ class AutoRound:
     requests: int
     forecast: float
     probe: bool
-    narrow: bool = False
     fresh: bool = True
+
+    @property
+    def narrow(self) -> bool:
+        """Fewer positions are drafted than could be."""
+        return 0 < self.draft_width < self.owner.policy.gain.draft_widths[-1]
 
 
 @dataclass(frozen=True)
@@ -304,14 +307,12 @@ class AutoBudget:
         Raises:
             ValueError: as `ddtree_policy.choose`.
         """
+        # Before the decision, which is no part of the round: only a probe's end would wait for it.
+        self._end_running()
         kept = self._kept(requests)
         if kept is not None:
             self._repeated += 1
-            if self._repeated == 1:
-                self._end_running()
             return kept
-        # Before the decision, which is no part of the round: only a probe would be ended here and pay for it.
-        self._end_running()
         context = context_tokens() if callable(context_tokens) else context_tokens
         choice = self.policy.next_round(requests, context, classes() if callable(classes) else classes)
         if self._decide is not None:
@@ -327,7 +328,6 @@ class AutoBudget:
             requests=requests,
             forecast=choice.committed,
             probe=choice.probe,
-            narrow=0 < choice.draft_width < self.policy.gain.draft_widths[-1],
         )
         # A probe is one round, whatever it learns.
         self._last, self._repeated = None if made.probe else made, 0

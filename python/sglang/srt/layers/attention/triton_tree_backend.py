@@ -14,7 +14,6 @@ from sglang.srt.layers.attention.triton_tree_mask import (
     allocate_plan,
     allocate_scratch,
     choose_extra_splits,
-    choose_small_tiles,
     choose_tiles,
     plan_splits,
     scratch_numel,
@@ -27,8 +26,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _WORD_BITS = 64
-# Tokens of a packed round up to which a second launch per layer costs more than it spares.
-_FEW_TOKENS = 64
+# Nodes of a request that packed rounds of many requests mostly have at most, and the tokens of a round up to which a
+# second launch per layer for such requests costs more than it spares.
+_FEW_NODES, _FEW_TOKENS = 8, 64
 
 
 @dataclass(eq=False)
@@ -379,8 +379,7 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         """For packed rounds of so many tokens that they may be many requests of few nodes."""
         if not tree.is_packed or tree.ancestor_bits.shape[0] <= _FEW_TOKENS:
             return None
-        group, shared_memory = self.num_head // self.num_kv_head, shared_memory_of(torch.device(self.device))
-        return choose_small_tiles(group, self._head_dim, self._widest_value(), self._dtype, shared_memory)
+        return self._tiles(_FEW_NODES)
 
     def _verifies(self) -> bool:
         return not self.is_draft_runner and not self.skip_prefill and bool(self.num_draft_tokens)
@@ -423,10 +422,14 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         return torch.arange(nodes, device=bits.device).expand(bs, -1).contiguous()
 
     def _extra_splits(self, nodes: int) -> int:
+        processors = max(1, self.device_core_count)
+        return choose_extra_splits(nodes, self.num_head, self.num_kv_head, self._tiles(nodes), processors)
+
+    def _tiles(self, nodes: int) -> Tiles:
+        """Of requests with at most so many nodes."""
         rows = nodes * self.num_head // self.num_kv_head
         shared_memory = shared_memory_of(torch.device(self.device))
-        tiles = choose_tiles(rows, self._head_dim, self._widest_value(), self._dtype, shared_memory)
-        return choose_extra_splits(nodes, self.num_head, self.num_kv_head, tiles, max(1, self.device_core_count))
+        return choose_tiles(rows, self._head_dim, self._widest_value(), self._dtype, shared_memory)
 
     def _widest_value(self) -> int:
         return max(self.v_head_dim, self.swa_v_head_dim or 0)

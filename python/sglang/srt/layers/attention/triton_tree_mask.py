@@ -116,17 +116,6 @@ def choose_tiles(
     return Tiles(block_m, block_n, num_warps, max(1, min(limit, stages)))
 
 
-# Nodes of a request that packed rounds of many requests mostly have at most.
-_FEW_NODES = 8
-
-
-def choose_small_tiles(
-    group: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, shared_memory: int = _SHARED_MEMORY
-) -> Tiles:
-    """Tiles for requests of few nodes beside wider ones; ``group`` is H / G, the others as in `choose_tiles`."""
-    return choose_tiles(_FEW_NODES * group, head_dim, v_head_dim, dtype, shared_memory)
-
-
 @functools.cache
 def shared_memory_of(device: torch.device) -> int:
     """Bytes of shared memory that a program may use on a device."""
