@@ -103,14 +103,12 @@ def has_gpu() -> bool:
 
 
 def common_flags(dtype: str, max_requests: int, backend: str) -> list[str]:
-    """What every mode's server gets; all else is SGLang's default, overlap scheduling and decode graphs among it."""
+    """What every mode's server gets; all else is SGLang's default, overlap scheduling and prefill graphs among it."""
     flags = ["--dtype", dtype, "--max-running-requests", str(max_requests), "--random-seed", "7", "--sleep-on-idle"]
     # What auto decided is read from them (auto_rounds.py); every mode pays for them alike.
     flags += ["--enable-metrics"]
     if has_gpu():
         flags += ["--attention-backend", backend, "--cuda-graph-max-bs", str(max_requests)]
-        # Its kernels take a minute to compile, and reading a prompt is the same work in every mode.
-        flags += ["--cuda-graph-backend-prefill", "disabled"]
     return flags
 
 

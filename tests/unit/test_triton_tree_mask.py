@@ -394,15 +394,19 @@ def test_a_wrong_mask_bit_changes_its_row_and_no_other(nodes):
 
 # --- The plan -----------------------------------------------------------------------------------------
 
+# What 32 query heads of 8 KV heads have beside tiles of 64 rows: 64 nodes are two tiles, each worth two of those.
+WEIGHTS = m.Weights(few_nodes=16, tile_nodes=32, tile_weight=2)
 
-def check_plan(lengths, nodes, extra_splits, min_split):
+
+def check_plan(lengths, nodes, extra_splits, min_split, weights=m.ALIKE):
     """Every key of every prefix once, in order; no more parts and slots than promised."""
     bs = len(lengths)
     indptrs = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=DEVICE) for x in (nodes, lengths)]
     buffers = m.allocate_plan(bs + 2, extra_splits, DEVICE)
     buffers.items.fill_(-77)
     buffers.requests.fill_(-77)
-    plan = m.plan_splits(*indptrs, extra_splits, min_split=min_split, out=buffers.head(bs))
+    buffers.merges.fill_(-77)
+    plan = m.plan_splits(*indptrs, extra_splits, min_split=min_split, weights=weights, out=buffers.head(bs))
     items, requests = plan.items.tolist(), plan.requests.tolist()
     assert len(items) == bs + extra_splits and bool((buffers.items[bs + extra_splits :] == -77).all())
     assert bool((buffers.requests[bs:] == -77).all())
@@ -423,6 +427,9 @@ def check_plan(lengths, nodes, extra_splits, min_split):
             assert all(end - begin >= min(min_split, length // len(mine)) for _, begin, end, _ in mine[:-1])
     assert slots == list(range(len(slots)))
     assert len(slots) <= m.scratch_numel(bs, extra_splits, 1, 1, 0)
+    merged = [b for b in range(bs) if requests[b][1] > 1]
+    assert plan.merges.tolist() == merged + [-1] * (len(plan.merges) - len(merged))
+    assert bool((buffers.merges[len(plan.merges) :] == -77).all())
 
 
 @on_device
@@ -434,7 +441,7 @@ def test_a_plan_covers_every_prefix_once(seed):
     lengths = [rng.choice([0, 1, longest, rng.randrange(longest + 1)]) for _ in range(bs)]
     nodes = [rng.choice([0, 1, 16]) for _ in range(bs)]
     for extra_splits in (0, 1, 5, 33):
-        check_plan(lengths, nodes, extra_splits, rng.choice([1, 64, 128, 100_000]))
+        check_plan(lengths, nodes, extra_splits, rng.choice([1, 64, 128, 100_000]), rng.choice([m.ALIKE, WEIGHTS]))
 
 
 @on_device
@@ -450,6 +457,19 @@ def test_equal_requests_are_cut_only_where_programs_are_left():
     for bs, parts in ((32, 1), (16, 2), (8, 4), (4, 8)):
         indptrs = [torch.arange(bs + 1, dtype=torch.int32, device=DEVICE) * x for x in (16, 2048)]
         assert m.plan_splits(*indptrs, 33).requests[:, 1].tolist() == [parts] * bs
+
+
+@on_device
+def test_requests_of_few_nodes_are_cut_into_more_parts():
+    """Eight requests of 16 nodes have two programs per multiprocessor, of 64 nodes one, whichever tiles there are."""
+    assert m.weigh(32, 8, m.Tiles(128, 64, 8, 5), m.Tiles(64, 64, 4, 5)) == WEIGHTS
+    lengths = torch.arange(9, dtype=torch.int32, device=DEVICE) * 8192
+    for nodes, parts in ((1, 4), (16, 4), (17, 2), (32, 2), (33, 1), (64, 1)):
+        indptr = torch.arange(9, dtype=torch.int32, device=DEVICE) * nodes
+        assert m.plan_splits(indptr, lengths, 33, weights=WEIGHTS).requests[:, 1].tolist() == [parts] * 8, nodes
+    # A request of many nodes leaves the others their share of the device.
+    nodes = torch.tensor([0, 64, 80], dtype=torch.int32, device=DEVICE)
+    assert m.plan_splits(nodes, lengths[:3], 33, weights=WEIGHTS).requests[:, 1].tolist() == [7, 7]
 
 
 def test_scratch_depends_on_shapes_alone():
@@ -588,6 +608,7 @@ if not INTERPRETED:
         "kv_indptr": "*i32",
         "items": "*i32",
         "requests": "*i32",
+        "merges": "*i32",
         "partial": "*fp32",
         "partial_lse": "*fp32",
     }

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.triton_backend import ForwardMetadata, TritonAttnBackend
 from sglang.srt.layers.attention.triton_tree_mask import (
+    ALIKE,
     SplitPlan,
     Tiles,
+    Weights,
     allocate_plan,
     allocate_scratch,
     choose_extra_splits,
@@ -19,6 +21,7 @@ from sglang.srt.layers.attention.triton_tree_mask import (
     scratch_numel,
     shared_memory_of,
     tree_attention,
+    weigh,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 _WORD_BITS = 64
 # Nodes of a request that packed rounds of many requests mostly have at most, and the tokens of a round up to which a
 # second launch per layer for such requests costs more than it spares.
-_FEW_NODES, _FEW_TOKENS = 8, 64
+_FEW_NODES, _FEW_TOKENS = 16, 64
 
 
 @dataclass(eq=False)
@@ -43,6 +46,8 @@ class TreeRound:
         scratch: float32, shared by all layers.
         is_block: a drafter's block, in which every node sees all others, rather than a tree.
         is_packed: requests of different numbers of nodes lie one behind the other, and a tail may follow them.
+        small_tiles: of requests of few nodes, or None.
+        weights: of their parts and the others', for the plans.
     """
 
     ancestor_bits: torch.Tensor
@@ -52,6 +57,8 @@ class TreeRound:
     scratch: torch.Tensor
     is_block: bool = False
     is_packed: bool = False
+    small_tiles: Tiles | None = None
+    weights: Weights = ALIKE
 
     def head(self, bs: int) -> TreeRound:
         """Views for a smaller batch in buffers made for a larger one."""
@@ -142,19 +149,25 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         if packed:
             # The parent knows one number of nodes for all requests.
             metadata["qo_indptr"] = spec_info.qo_indptr
-        qo_indptr, nodes = metadata["qo_indptr"], int(spec_info.draft_token_num) if packed else bits.shape[1]
-        extra = self._extra_splits(nodes)
+        qo_indptr, nodes = metadata["qo_indptr"], bits.shape[1]
+        small_tiles = None
+        if packed:
+            nodes = _most_nodes(spec_info)
+            small_tiles = self._small_tiles(bits.shape[0])
+        extra, weights = self._splits(nodes, small_tiles)
         window_plan = None
         if self._has_window:
-            window_plan = plan_splits(qo_indptr, metadata["window_kv_indptr"], extra)
+            window_plan = plan_splits(qo_indptr, metadata["window_kv_indptr"], extra, weights=weights)
         tree = TreeRound(
             bits.contiguous(),
             self._depths(spec_info, forward_batch.seq_lens, bits),
-            plan_splits(qo_indptr, metadata["kv_indptr"], extra),
+            plan_splits(qo_indptr, metadata["kv_indptr"], extra, weights=weights),
             window_plan,
             allocate_scratch(bs, extra, nodes, self.num_head, self._widest_value(), self.device),
             self._drafts(),
             packed,
+            small_tiles,
+            weights,
         )
         self.forward_metadata = TreeForwardMetadata(**metadata, tree=tree)
 
@@ -248,7 +261,7 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         total, requests = bits.shape[0], indptr.shape[0] - 1
         if in_capture:
             self._check_servable()
-            self._packed_rounds[total] = self._allocate_packed_round(bits, bs, int(spec_info.draft_token_num))
+            self._packed_rounds[total] = self._allocate_packed_round(bits, bs, _most_nodes(spec_info))
         tree = self._packed_rounds.get(total)
         if tree is None or tree.plan.requests.shape[0] != bs or requests > bs:
             raise RuntimeError(f"no CUDA graph of {bs} requests verifies {requests} requests and {total} tokens.")
@@ -262,14 +275,15 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         if requests < bs:
             # Those that fill the graph up have no nodes.
             qo_indptr[requests + 1 :].copy_(indptr[-1:].expand(bs - requests))
-        extra = tree.plan.extra_splits
-        plan_splits(qo_indptr, self.kv_indptr[: bs + 1], extra, out=tree.plan)
+        extra, weights = tree.plan.extra_splits, tree.weights
+        plan_splits(qo_indptr, self.kv_indptr[: bs + 1], extra, weights=weights, out=tree.plan)
         if tree.window_plan is not None:
-            plan_splits(qo_indptr, self.window_kv_indptr[: bs + 1], extra, out=tree.window_plan)
+            plan_splits(qo_indptr, self.window_kv_indptr[: bs + 1], extra, weights=weights, out=tree.window_plan)
         return tree
 
     def _allocate_packed_round(self, bits: torch.Tensor, bs: int, nodes: int) -> TreeRound:
-        extra, device = self._extra_splits(nodes), bits.device
+        device, small_tiles = bits.device, self._small_tiles(bits.shape[0])
+        extra, weights = self._splits(nodes, small_tiles)
         needed = scratch_numel(bs, extra, nodes, self.num_head, self._widest_value())
         # Graphs run one after another: the largest one's memory does for all.
         shared = max((x.scratch for x in self._packed_rounds.values()), key=torch.Tensor.numel, default=None)
@@ -282,11 +296,13 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             allocate_plan(bs, extra, device) if self._has_window else None,
             shared,
             is_packed=True,
+            small_tiles=small_tiles,
+            weights=weights,
         )
 
     def _allocate_graph_round(self, bits: torch.Tensor) -> TreeRound:
         max_bs, (nodes, words) = self._graph_max_bs, bits.shape[1:]
-        extra = self._extra_splits(nodes)
+        extra, _ = self._splits(nodes, None)
         is_block = self._drafts()
         node = torch.arange(nodes, device=bits.device)
         self._alone = torch.zeros((nodes, words), dtype=torch.int64, device=bits.device)
@@ -349,6 +365,7 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         if tree.is_packed:
             # The tail belongs to no request, so that no program writes it. The next layer reads it all the same.
             out.zero_()
+            max_nodes = min(max_nodes, q.shape[0])
         tree_attention(
             q,
             k,
@@ -370,16 +387,14 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             out=out,
             plan=tree.plan if window < 0 else tree.window_plan,
             scratch=tree.scratch,
-            small_tiles=self._small_tiles(tree),
+            small_tiles=tree.small_tiles,
         )
 
     # --- What a round needs.
 
-    def _small_tiles(self, tree: TreeRound) -> Tiles | None:
+    def _small_tiles(self, tokens: int) -> Tiles | None:
         """For packed rounds of so many tokens that they may be many requests of few nodes."""
-        if not tree.is_packed or tree.ancestor_bits.shape[0] <= _FEW_TOKENS:
-            return None
-        return self._tiles(_FEW_NODES)
+        return self._tiles(_FEW_NODES) if tokens > _FEW_TOKENS else None
 
     def _verifies(self) -> bool:
         return not self.is_draft_runner and not self.skip_prefill and bool(self.num_draft_tokens)
@@ -421,9 +436,13 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         # A capture's dummy input, or a chain.
         return torch.arange(nodes, device=bits.device).expand(bs, -1).contiguous()
 
-    def _extra_splits(self, nodes: int) -> int:
-        processors = max(1, self.device_core_count)
-        return choose_extra_splits(nodes, self.num_head, self.num_kv_head, self._tiles(nodes), processors)
+    def _splits(self, nodes: int, small_tiles: Tiles | None) -> tuple[int, Weights]:
+        """Extra splits of rounds with requests of at most so many nodes, and what their parts count."""
+        processors, tiles = max(1, self.device_core_count), self._tiles(nodes)
+        if small_tiles is None or small_tiles == tiles:
+            return choose_extra_splits(nodes, self.num_head, self.num_kv_head, tiles, processors), ALIKE
+        extra = choose_extra_splits(_FEW_NODES, self.num_head, self.num_kv_head, small_tiles, processors)
+        return extra, weigh(self.num_head, self.num_kv_head, tiles, small_tiles)
 
     def _tiles(self, nodes: int) -> Tiles:
         """Of requests with at most so many nodes."""
@@ -461,6 +480,11 @@ def reads_ancestor_bits(backend: Any) -> bool:
 
 def _is_packed(spec_info: Any) -> bool:
     return getattr(spec_info, "qo_indptr", None) is not None
+
+
+def _most_nodes(packed: Any) -> int:
+    """Of a request of a packed round's ``spec_info``."""
+    return min(int(packed.draft_token_num), packed.ancestor_bits.shape[0])
 
 
 def _chain_bits(nodes: int, device: torch.device | str) -> torch.Tensor:

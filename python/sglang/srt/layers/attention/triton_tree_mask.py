@@ -16,8 +16,11 @@ follows from shapes, and `plan_splits` deals the prefixes out to them on the dev
     usual part L = max(min_split, ceil(sum of lengths / E)),    request b gets s_b = max(1, round(length_b / L)).
 
 Hence sum s_b <= bs + E. Where s_b > 1, s_b <= 4/3 length_b / L, so these requests have at most 4/3 E parts together;
-only they pass through scratch memory, whose size therefore depends neither on the context nor on the batch. Parts have
-a fixed order, so two runs give the same bits.
+only they pass through scratch memory, whose size therefore depends neither on the context nor on the batch, and only
+they, at most 2/3 E, are merged. Parts have a fixed order, so two runs give the same bits.
+
+A request of many nodes keeps more of the device busy per part. Where requests differ that much, lengths are weighted
+with that (`Weights`), and requests of few nodes are cut into more parts than the others.
 
 Nothing here waits for the device, and every launch follows from shapes alone: all functions may be captured in a
 CUDA graph once they have run (a first call compiles).
@@ -65,6 +68,23 @@ class Tiles:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What a part of a request takes of the device, in parts of a request of few nodes; see `weigh`.
+
+    Attributes:
+        few_nodes: requests of at most so many nodes count 1.
+        tile_nodes, tile_weight: the others count ``tile_weight`` for every ``tile_nodes`` nodes or less.
+    """
+
+    few_nodes: int = 1 << 30
+    tile_nodes: int = 1
+    tile_weight: int = 1
+
+
+ALIKE = Weights()
+
+
 @dataclass(frozen=True, eq=False)
 class SplitPlan:
     """How the prefixes of a batch are dealt out; made by `plan_splits`, read by every layer of a round.
@@ -73,16 +93,19 @@ class SplitPlan:
         items: int32 [bs + E, 4], one part of a prefix each: request (-1: none), first and end index into the
             request's prefix, slot in scratch memory (-1: the request's only part, which needs none).
         requests: int32 [bs, 2], first slot in scratch memory and number of parts.
+        merges: int32 [most that can be], the requests of several parts in order, then -1.
         extra_splits: E.
     """
 
     items: torch.Tensor
     requests: torch.Tensor
+    merges: torch.Tensor
     extra_splits: int
 
     def head(self, bs: int) -> SplitPlan:
         """Views for a smaller batch in buffers made for a larger one."""
-        return SplitPlan(self.items[: bs + self.extra_splits], self.requests[:bs], self.extra_splits)
+        extra = self.extra_splits
+        return SplitPlan(self.items[: bs + extra], self.requests[:bs], self.merges[: _most_merges(bs, extra)], extra)
 
 
 @functools.cache
@@ -135,15 +158,34 @@ def choose_extra_splits(max_nodes: int, heads: int, kv_heads: int, tiles: Tiles,
         processors: multiprocessors of the device.
     """
     programs = kv_heads * triton.cdiv(max_nodes * (heads // kv_heads), tiles.block_m)
-    # By registers: about 250 per thread of 64 K.
-    resident = 2 if tiles.num_warps <= 4 else 1
-    return max(1, resident * processors // programs)
+    return max(1, _resident(tiles) * processors // programs)
+
+
+def weigh(heads: int, kv_heads: int, tiles: Tiles, small_tiles: Tiles) -> Weights:
+    """The weights where ``small_tiles`` serve requests of few nodes and E was chosen for these, `choose_extra_splits`.
+
+    Args:
+        heads, kv_heads: H and G.
+        tiles, small_tiles: as in `tree_attention`.
+    """
+    group = heads // kv_heads
+    weight = triton.cdiv(_resident(small_tiles), _resident(tiles))
+    return Weights(small_tiles.block_m // group, max(1, tiles.block_m // group), weight)
+
+
+def _resident(tiles: Tiles) -> int:
+    """Programs of a multiprocessor, by registers: about 250 per thread of 64 K."""
+    return 2 if tiles.num_warps <= 4 else 1
 
 
 def allocate_plan(bs: int, extra_splits: int, device: torch.device | str) -> SplitPlan:
     """Uninitialised buffers for `plan_splits(..., out=...)`, which writes every cell of them."""
-    items = torch.empty((bs + extra_splits, 4), dtype=torch.int32, device=device)
-    return SplitPlan(items, torch.empty((bs, 2), dtype=torch.int32, device=device), extra_splits)
+
+    def cells(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    merges = cells(_most_merges(bs, extra_splits))
+    return SplitPlan(cells(bs + extra_splits, 4), cells(bs, 2), merges, extra_splits)
 
 
 def scratch_numel(bs: int, extra_splits: int, max_nodes: int, heads: int, v_head_dim: int) -> int:
@@ -165,6 +207,7 @@ def plan_splits(
     extra_splits: int,
     *,
     min_split: int = MIN_SPLIT,
+    weights: Weights = ALIKE,
     out: SplitPlan | None = None,
 ) -> SplitPlan:
     """Deal the prefixes of a batch out to programs, in one launch.
@@ -174,6 +217,7 @@ def plan_splits(
         kv_indptr: int32 or int64 [bs + 1], contiguous.
         extra_splits: E, at least 0; 0: no prefix is split, and a request's result does not depend on others'.
         min_split: keys, the least L; a part may be a quarter shorter.
+        weights: of `weigh`, for lengths in the sum that L follows from.
         out: buffers of exactly this batch (see `allocate_plan` and `SplitPlan.head`), overwritten and returned.
 
     Raises:
@@ -195,9 +239,14 @@ def plan_splits(
             kv_indptr,
             out.items,
             out.requests,
+            out.merges,
             bs,
             extra_splits,
             min_split,
+            out.merges.shape[0],
+            weights.few_nodes,
+            weights.tile_nodes,
+            weights.tile_weight,
             # With 16 and a 64-bit qo_indptr, as under CUDA graphs, Triton 3.6 fails to compile this.
             BLOCK=max(32, triton.next_power_of_2(bs)),
             ITEMS=16,
@@ -205,15 +254,34 @@ def plan_splits(
     return out
 
 
-@triton.jit(do_not_specialize=["bs", "extra", "min_split"])
-def _plan_kernel(qo_indptr, kv_indptr, items, requests, bs, extra, min_split, BLOCK: tl.constexpr, ITEMS: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["bs", "extra", "min_split", "most_merges", "few_nodes", "tile_nodes", "tile_weight"],
+    do_not_specialize_on_alignment=["merges"],
+)
+def _plan_kernel(
+    qo_indptr,
+    kv_indptr,
+    items,
+    requests,
+    merges,
+    bs,
+    extra,
+    min_split,
+    most_merges,
+    few_nodes,
+    tile_nodes,
+    tile_weight,
+    BLOCK: tl.constexpr,
+    ITEMS: tl.constexpr,
+):
     # Every program scans all requests itself, which is cheaper than a second launch, and writes its own items.
     request = tl.arange(0, BLOCK)
     real = request < bs
     length = tl.load(kv_indptr + request + 1, mask=real, other=0) - tl.load(kv_indptr + request, mask=real, other=0)
     nodes = tl.load(qo_indptr + request + 1, mask=real, other=0) - tl.load(qo_indptr + request, mask=real, other=0)
     length = tl.where(nodes > 0, length, 0).to(tl.int32)
-    total = tl.sum(length, axis=0)
+    weight = tl.where(nodes <= few_nodes, 1, tile_weight * tl.cdiv(nodes, tile_nodes))
+    total = tl.sum(length * weight.to(tl.int32), axis=0)
     usual = tl.maximum(tl.cdiv(total, tl.maximum(extra, 1)), min_split)
     # Rounded, not up: a batch of equal requests would else be cut in two for being a little longer than a part.
     splits = tl.where(extra > 0, tl.maximum((2 * length + usual) // (2 * usual), 1), 1)
@@ -240,6 +308,11 @@ def _plan_kernel(qo_indptr, kv_indptr, items, requests, bs, extra, min_split, BL
     tl.store(items + 4 * item + 1, begin, mask=inside)
     tl.store(items + 4 * item + 2, until, mask=inside)
     tl.store(items + 4 * item + 3, place, mask=inside)
+    # There are no more merges than items.
+    rank = tl.cumsum((merged > 0).to(tl.int32), axis=0) - 1
+    named = (item[:, None] == rank[None, :]) & (merged[None, :] > 0)
+    named_request = tl.sum(tl.where(named, request[None, :] + 1, 0), axis=1) - 1
+    tl.store(merges + item, named_request, mask=item < most_merges)
 
 
 def tree_attention(
@@ -395,13 +468,16 @@ def tree_attention(
             num_warps=used.num_warps,
             num_stages=used.num_stages,
         )
-    if plan.extra_splits:
+    most_merges = plan.merges.shape[0]
+    if most_merges:
         # Few rows per program while they are few, so that a single request's merge is spread over the device.
-        per_program = min(_MERGE_TILE, triton.next_power_of_2(triton.cdiv(bs * kv_heads * rows, _MERGE_PROGRAMS)))
-        _merge_kernel[(triton.cdiv(rows, per_program), kv_heads, bs)](
+        wanted = triton.cdiv(most_merges * kv_heads * rows, _MERGE_PROGRAMS)
+        per_program = min(_MERGE_TILE, triton.next_power_of_2(wanted))
+        _merge_kernel[(triton.cdiv(rows, per_program), kv_heads, most_merges)](
             partial,
             lse,
             plan.requests,
+            plan.merges,
             qo_indptr,
             out,
             *out.stride()[:2],
@@ -590,11 +666,12 @@ def _attention_kernel(
         tl.store(partial_lse + place, top + tl.log2(weight), mask=real)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["merges"])
 def _merge_kernel(
     partial,
     partial_lse,
     requests,
+    merges,
     qo_indptr,
     out,
     out_stride,
@@ -608,10 +685,10 @@ def _merge_kernel(
 ):
     # Some rows of one KV head: the parts of their prefix, weighted by their log-sum-exp, in a fixed order.
     kv_head = tl.program_id(1)
-    request = tl.program_id(2)
-    splits = tl.load(requests + 2 * request + 1)
-    if splits <= 1:
+    request = tl.load(merges + tl.program_id(2))
+    if request < 0:
         return
+    splits = tl.load(requests + 2 * request + 1)
     first = tl.load(qo_indptr + request).to(tl.int64)
     nodes = (tl.load(qo_indptr + request + 1) - first).to(tl.int32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -654,6 +731,11 @@ def _precision(q: torch.Tensor) -> str:
 
 def _slots(bs: int, extra_splits: int) -> int:
     return min(4 * extra_splits // 3, bs + extra_splits)
+
+
+def _most_merges(bs: int, extra_splits: int) -> int:
+    # A merged request has two slots at least.
+    return min(bs, _slots(bs, extra_splits) // 2)
 
 
 @functools.cache
@@ -728,7 +810,9 @@ def _per_token(
 
 def _check_plan(name: str, plan: SplitPlan, bs: int, device: torch.device) -> None:
     shape = (bs + plan.extra_splits, 4)
-    if plan.items.shape != shape or plan.requests.shape != (bs, 2) or plan.items.device != device:
+    merges = _most_merges(bs, plan.extra_splits)
+    shapes = (plan.items.shape, plan.requests.shape, plan.merges.shape)
+    if shapes != (shape, (bs, 2), (merges,)) or plan.items.device != device:
         raise ValueError(
             f"{name} must be made for {bs} requests on {device} (items {list(shape)}, requests {[bs, 2]}), "
             f"got {list(plan.items.shape)} and {list(plan.requests.shape)} on {plan.items.device}."
