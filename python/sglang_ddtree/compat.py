@@ -182,11 +182,6 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "cache_loc_2d",
             "commit_lens",
         ),
-        "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._make_next_draft_input_prefill": (
-            "self",
-            "bonus_tokens",
-            "seq_lens",
-        ),
         "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2._make_next_draft_input_decode": (
             "self",
             "bonus_tokens",

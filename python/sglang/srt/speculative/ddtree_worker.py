@@ -46,6 +46,7 @@ from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner, ragged_layout
 from sglang.srt.speculative.ddtree_kv_move import movable, move_accepted
 from sglang.srt.speculative.ddtree_packed_graph import PackedCommitGraphs
+from sglang.srt.speculative.ddtree_prefill import prompt_positions
 from sglang.srt.speculative.ddtree_ragged import MAX_NODES, PackedWalk
 from sglang.srt.speculative.ddtree_result import DDTreeBatchResult
 from sglang.srt.speculative.ddtree_round import (
@@ -97,7 +98,6 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def __init__(self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any) -> None:
         self.config = config_of(server_args)
-        self._wants_logprob = False
         check_loaded_target(server_args, target_worker.model_runner, self.config)
         draft_args = deepcopy(server_args)
         # The drafter is a chain of D whatever the tree: with the target's topk its attention backend would
@@ -309,15 +309,7 @@ class DDTreeWorker(DFlashWorkerV2):
     # --- What DFLASH's prefill asks of a subclass.
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
-        """Nothing to warn of: every node is sampled on every device.
-
-        DFLASH's worker asks after it has refused batches with log-probabilities and before anything else, so this is
-        where the batch gets back what it asked for.
-        """
-        batch.return_logprob = self._wants_logprob
-
-    def _make_next_draft_input_prefill(self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> DDTreeDraftInput:
-        return self._next_draft_input(bonus_tokens, seq_lens)
+        """Nothing to warn of: every node is sampled on every device."""
 
     def _make_next_draft_input_decode(
         self, *, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor
@@ -347,7 +339,7 @@ class DDTreeWorker(DFlashWorkerV2):
     def forward_batch_generation(
         self, batch: ScheduleBatch, on_publish: Any = None, grammar_barrier: Any = None
     ) -> GenerationBatchResult:
-        """Prefill or idle as DFLASH; else one round: draft, build, verify, walk, commit.
+        """A prefill, idle as DFLASH, or one round: draft, build, verify, walk, commit.
 
         Under overlap scheduling the host knows neither the committed lengths nor the bonus tokens of the batch.
 
@@ -357,11 +349,11 @@ class DDTreeWorker(DFlashWorkerV2):
             can hold.
         """
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
-            # The prefill is as able to give log-probabilities as the target's own, of which it is made.
-            self._wants_logprob, batch.return_logprob = batch.return_logprob, False
             if self._auto is not None:
                 self._auto.interrupt()
-            return super().forward_batch_generation(batch, on_publish, grammar_barrier)
+            if batch.forward_mode.is_idle():
+                return super().forward_batch_generation(batch, on_publish, grammar_barrier)
+            return self._prefill(batch, on_publish)
 
         # Made on the scheduler's stream, read on this one.
         bonus_tokens = batch.spec_info.bonus_tokens
@@ -378,6 +370,30 @@ class DDTreeWorker(DFlashWorkerV2):
         if shape is not None:
             return self._verify_packed(batch, tree, shape, on_publish, grammar_barrier)
         return self._verify(batch, tree, shadow, on_publish, grammar_barrier)
+
+    def _prefill(self, batch: ScheduleBatch, on_publish: Any) -> GenerationBatchResult:
+        """The target reads the prompts, and the drafter's KV cache takes its features of them.
+
+        DFLASH's does the same and then waits for the device to have read the prompts, so that the next round is
+        launched to an idle one.
+        """
+        result = self.target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        output = result.logits_output
+        if output.hidden_states is None:
+            raise RuntimeError("DDTREE: the target's prefill brought no features for the drafter.")
+        # At once: the scheduler may share the prompts' slots as soon as this returns.
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=output.hidden_states,
+            cache_loc=batch.out_cache_loc,
+            positions=prompt_positions(batch.prefix_lens, batch.extend_lens, result.next_token_ids.device),
+        )
+        # Under overlap scheduling what the output holds is copied to the host.
+        output.hidden_states = None
+        result.next_draft_input = self._next_draft_input(result.next_token_ids, batch.seq_lens)
+        return result
 
     def _shape_of_round(self, batch: ScheduleBatch) -> RoundShape:
         """What this round verifies, decided before anything of it runs: see `ddtree_round.RoundShape`."""

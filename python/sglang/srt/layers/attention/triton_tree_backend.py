@@ -154,7 +154,7 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         if packed:
             nodes = _most_nodes(spec_info)
             small_tiles = self._small_tiles(bits.shape[0])
-        extra, weights = self._splits(nodes, small_tiles)
+        extra, weights = self._splits(nodes, small_tiles) if packed else (self._extra_splits(nodes), ALIKE)
         window_plan = None
         if self._has_window:
             window_plan = plan_splits(qo_indptr, metadata["window_kv_indptr"], extra, weights=weights)
@@ -302,7 +302,7 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
 
     def _allocate_graph_round(self, bits: torch.Tensor) -> TreeRound:
         max_bs, (nodes, words) = self._graph_max_bs, bits.shape[1:]
-        extra, _ = self._splits(nodes, None)
+        extra = self._extra_splits(nodes)
         is_block = self._drafts()
         node = torch.arange(nodes, device=bits.device)
         self._alone = torch.zeros((nodes, words), dtype=torch.int64, device=bits.device)
@@ -436,13 +436,16 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         # A capture's dummy input, or a chain.
         return torch.arange(nodes, device=bits.device).expand(bs, -1).contiguous()
 
+    def _extra_splits(self, nodes: int, tiles: Tiles | None = None) -> int:
+        processors = max(1, self.device_core_count)
+        return choose_extra_splits(nodes, self.num_head, self.num_kv_head, tiles or self._tiles(nodes), processors)
+
     def _splits(self, nodes: int, small_tiles: Tiles | None) -> tuple[int, Weights]:
-        """Extra splits of rounds with requests of at most so many nodes, and what their parts count."""
-        processors, tiles = max(1, self.device_core_count), self._tiles(nodes)
-        if small_tiles is None or small_tiles == tiles:
-            return choose_extra_splits(nodes, self.num_head, self.num_kv_head, tiles, processors), ALIKE
-        extra = choose_extra_splits(_FEW_NODES, self.num_head, self.num_kv_head, small_tiles, processors)
-        return extra, weigh(self.num_head, self.num_kv_head, tiles, small_tiles)
+        """Extra splits of packed rounds with requests of at most so many nodes, and what their parts count."""
+        tiles = self._tiles(nodes)
+        least = small_tiles or tiles
+        weights = weigh(self.num_head, self.num_kv_head, tiles, least)
+        return self._extra_splits(max(1, min(nodes, weights.few_nodes)), least), weights
 
     def _tiles(self, nodes: int) -> Tiles:
         """Of requests with at most so many nodes."""
