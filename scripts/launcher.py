@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 HOST = "127.0.0.1"
 
@@ -48,20 +49,26 @@ def free_port() -> int:
 class ServerProcess:
     """One running launch command, its output in a log file."""
 
+    POLL_S = 1.0
+
     def __init__(self, command: Sequence[str], port: int, log: Path, *, env: dict[str, str] | None = None):
         self.port, self.log = port, log
         self.url = f"http://{HOST}:{port}"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as sink:
-            self.process = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=log.parent, start_new_session=True
+        self.process = self._start(command, env)
+
+    def _start(self, command: Sequence[str], env: dict[str, str] | None) -> Any:
+        """The process: a ``subprocess.Popen``, or what can do the same."""
+        with self.log.open("w") as sink:
+            return subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=self.log.parent, start_new_session=True
             )
 
     def log_tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def wait_ready(self, timeout_s: float, on_wait: Callable[[float], None] = lambda waited: None) -> float:
-        """Return the seconds it took until /health answered; ``on_wait`` hears of every second before.
+        """Return the seconds it took until /health answered; ``on_wait`` hears of every attempt before.
 
         Raises:
             ServerDied: the process ended, or was not healthy in time (it is stopped then).
@@ -78,7 +85,7 @@ class ServerProcess:
                     return waited
             except (urllib.error.URLError, OSError):
                 on_wait(waited)
-                time.sleep(1)
+                time.sleep(self.POLL_S)
         self.stop()
         raise ServerDied(
             f"the server was not healthy after {timeout_s:.0f} s; the end of {self.log}:\n{self.log_tail()}"

@@ -13,7 +13,8 @@ from typing import Any
 
 import tiny_models
 import torch
-from serving import GPU_ENVIRONMENT, HERE, Server, output_ids
+from serving import GPU_ENVIRONMENT, HERE, Server, environment, output_ids
+from warm_start import WarmParent
 
 CONTEXT = 512
 BLOCK_SIZE = 8
@@ -31,6 +32,21 @@ COMMON = (
 
 # The round as a GPU runs it, where there is none: kernels that Triton interprets, and overlap scheduling.
 DEVICE_ROUND = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "DDTREE_TEST_CPU_OVERLAP": "1"}
+
+
+# One thread: two that wait for each other lose more than tiny matrices gain.
+ENVIRONMENT = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT}
+# As many servers are started as are worth a process with their imports.
+_parents: list[WarmParent] = []
+
+
+def parent_of(env: dict[str, str]) -> WarmParent | None:
+    """Who forks a server with this environment; none if it is an environment of few. CUDA does not survive a fork."""
+    if torch.cuda.is_available():
+        return None
+    if not _parents:
+        _parents.extend(WarmParent(environment(ENVIRONMENT | own)) for own in ({}, DEVICE_ROUND))
+    return next((parent for parent in _parents if parent.serves(environment(env))), None)
 
 
 def greedy(target: Path, prompt: list[int], tokens: int) -> list[int]:
@@ -127,15 +143,14 @@ class Pair:
             return _running[key]
         while len(_running) >= MAX_RUNNING:
             _running.pop(next(iter(_running))).stop()
-        # One thread: two that wait for each other lose more than tiny matrices gain.
-        env = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT, **(env or {})}
+        env = {**ENVIRONMENT, **(env or {})}
         command = ["--model-path", str(self.target), *COMMON, *args]
         if not name.startswith("plain"):
             command += ["--speculative-algorithm", "DDTREE"]
             command += ["--speculative-draft-model-path", str(self.drafter)]
             env.setdefault("DDTREE_TEST_SCRIPT", str(self.script_path))
             env.setdefault("DDTREE_TEST_TARGET", str(self.target))
-        server = Server(command, self.folder / f"{name}.log", env=env)
+        server = Server(command, self.folder / f"{name}.log", env=env, parent=parent_of(env))
         server.wait_ready()
         _running[key] = server
         return server
