@@ -2,8 +2,8 @@
 
 Each of three processes of a server spends ten seconds on imports. A fork runs ``python -m sglang.launch_server`` as it
 is, through runpy, and loads the plugins as ever; only its scheduler and its detokenizer are forks of it where SGLang
-would spawn them. Servers that are spawned in whole are started by test_modes.py, test_serve_script.py,
-test_bench_smoke.py and the tests of the SmolLM2 pair.
+would spawn them. Servers that are spawned in whole are started by test_modes.py, test_serve_script.py and
+test_bench_smoke.py.
 
 Run as a script this is the process that forks: commands are lines of JSON on standard input, and so are the answers.
 """
@@ -22,6 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+# CUDA does not survive a fork.
+POSSIBLE = not torch.cuda.is_available()
 # What a server reads when it runs, not when it is imported, and what pytest changes from test to test.
 _READ_AT_RUN_TIME = ("DDTREE_TEST_", "SGLANG_DDTREE_", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "PYTEST_")
 
@@ -61,8 +65,12 @@ class WarmParent:
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
-        # Its standard input is closed with this process: then it ends its forks and itself.
-        atexit.register(self._process.communicate)
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Its standard input ends: it kills its forks and ends. So it does when this process is killed."""
+        self._process.communicate()
+        atexit.unregister(self.stop)
 
     def serves(self, env: dict[str, str]) -> bool:
         """Whether a server with this environment would have imported the same."""

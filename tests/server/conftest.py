@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pairs import Pair, assert_slots_are_back, make_pair, stop_all
+from pairs import Pair, assert_slots_are_back, make_pair, stop_all, stop_parents
 
 HERE = Path(__file__).resolve().parent
 
@@ -27,6 +27,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """The servers end with this folder's last test, not with the session: others need the memory."""
     if nextitem is None or HERE not in nextitem.path.parents:
         stop_all()
+        stop_parents()
 
 
 @pytest.fixture(autouse=True)

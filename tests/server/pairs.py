@@ -13,6 +13,7 @@ from typing import Any
 
 import tiny_models
 import torch
+import warm_start
 from serving import GPU_ENVIRONMENT, HERE, Server, environment, output_ids
 from warm_start import WarmParent
 
@@ -36,16 +37,17 @@ DEVICE_ROUND = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "D
 
 # One thread: two that wait for each other lose more than tiny matrices gain.
 ENVIRONMENT = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GPU_ENVIRONMENT}
-# As many servers are started as are worth a process with their imports.
+# The environments of so many servers that a process with their imports is worth its start.
+_SHARED: tuple[dict[str, str], ...] = ({}, DEVICE_ROUND)
 _parents: list[WarmParent] = []
 
 
 def parent_of(env: dict[str, str]) -> WarmParent | None:
-    """Who forks a server with this environment; none if it is an environment of few. CUDA does not survive a fork."""
-    if torch.cuda.is_available():
+    """Who forks a server with this environment; None where it is to be spawned."""
+    if not warm_start.POSSIBLE:
         return None
     if not _parents:
-        _parents.extend(WarmParent(environment(ENVIRONMENT | own)) for own in ({}, DEVICE_ROUND))
+        _parents.extend(WarmParent(environment(ENVIRONMENT | own)) for own in _SHARED)
     return next((parent for parent in _parents if parent.serves(environment(env))), None)
 
 
@@ -95,6 +97,11 @@ def running_servers() -> list[Server]:
 def stop_all() -> None:
     while _running:
         _running.popitem()[1].stop()
+
+
+def stop_parents() -> None:
+    while _parents:
+        _parents.pop().stop()
 
 
 def assert_slots_are_back() -> None:

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import HERE, Server, committed_per_round, output_ids
+import warm_start
+from serving import HERE, Server, committed_per_round, environment, output_ids
+from warm_start import WarmParent
 
 TOKENS = 64
 BLOCK_SIZE = 16
 ITEMS = json.loads((HERE / "data" / "prompts.json").read_text())
+PLUGINS = {"PYTHONPATH": str(HERE / "plugins")}
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "10")
 # Committed tokens per round of 64 prompts of HumanEval, GSM8K and MT-bench with 256 new tokens each, from the
 # drafter's README; ours are other prompts of the same kinds and shorter, hence the tolerance.
@@ -34,9 +37,22 @@ def prompts(smollm2_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def parent() -> Iterator[WarmParent | None]:
+    """Forks this module's servers."""
+    found = WarmParent(environment(PLUGINS)) if warm_start.POSSIBLE else None
+    yield found
+    if found is not None:
+        found.stop()
+
+
+@pytest.fixture(scope="module")
 def answers(
-    smollm2_dir: Path, drafter_dir: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, list[dict]]]:
+    smollm2_dir: Path,
+    drafter_dir: Path,
+    prompts: list[list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+    parent: WarmParent | None,
+) -> dict[str, list[dict]]:
     """All prompts through three servers, one after the other: they would slow each other down."""
     ddtree = ("--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(drafter_dir))
     modes = {
@@ -47,14 +63,15 @@ def answers(
     folder = tmp_path_factory.mktemp("smollm2")
     results = {}
     for name, flags in modes.items():
-        server = Server(["--model-path", str(smollm2_dir), *FLAGS, *flags], folder / f"{name}.log")
+        args = ["--model-path", str(smollm2_dir), *FLAGS, *flags]
+        server = Server(args, folder / f"{name}.log", env=PLUGINS, parent=parent)
         try:
             server.wait_ready()
             results[name] = server.generate(prompts, max_new_tokens=TOKENS)
             server.assert_pool_empty()
         finally:
             server.stop()
-    yield results
+    return results
 
 
 @pytest.mark.parametrize("mode", ["chain", "tree"])
@@ -111,13 +128,14 @@ def test_same_rounds_as_the_standalone_oracle(
 
 
 def test_half_a_block_is_drafted_as_by_the_standalone_oracle(
-    prompts: list[list[int]], smollm2_dir: Path, drafter_dir: Path, tmp_path: Path
+    prompts: list[list[int]], smollm2_dir: Path, drafter_dir: Path, tmp_path: Path, parent: WarmParent | None
 ) -> None:
     """Under the budget auto, which without times gives a single request 15 nodes; a test plugin chooses the width."""
     flags = ("--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(drafter_dir))
     flags += ("--speculative-ddtree-budget", "auto", "--speculative-ddtree-topk-cap", "8")
-    env = {"PYTHONPATH": str(HERE / "plugins"), "DDTREE_TEST_DRAFT_WIDTH": str(BLOCK_SIZE // 2)}
-    server = Server(["--model-path", str(smollm2_dir), *FLAGS, *flags], tmp_path / "half.log", env=env)
+    env = PLUGINS | {"DDTREE_TEST_DRAFT_WIDTH": str(BLOCK_SIZE // 2)}
+    args = ["--model-path", str(smollm2_dir), *FLAGS, *flags]
+    server = Server(args, tmp_path / "half.log", env=env, parent=parent)
     try:
         server.wait_ready()
         expected = {index: server.generate([prompts[index]], max_new_tokens=TOKENS)[0] for index in (0, 8, 15)}

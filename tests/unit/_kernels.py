@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,38 +20,54 @@ from serving import environment
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 ROOT = Path(__file__).resolve().parents[2]
-# Files of this run that are to be interpreted; tests/unit/conftest.py knows.
-selected: set[Path] = set()
 
 
-def assert_passes_in_the_interpreter(file: str) -> None:
-    """Run a test file in a process where Triton interprets; nothing in it may be skipped there."""
-    own = Path(file).resolve()
-    counts, output = _interpreted(tuple(sorted({own, *selected})))
-    passed, others = counts.get(own.name, (0, 0))
-    assert passed and not others, f"{own.name}: {passed} passed, {others} did not\n{output}"
+class Interpreter:
+    """One process for all files: to import PyTorch and SGLang takes as long as most files' tests.
 
-
-@functools.cache
-def _interpreted(files: tuple[Path, ...]) -> tuple[dict[str, tuple[int, int]], str]:
-    """By file: tests that passed and tests that did not; and what was printed.
-
-    One process for all files: to import PyTorch and SGLang takes as long as most files' tests.
+    It runs beside the tests of this process, of which those that want its outcome come last: two cores are busy.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        options = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}"]
-        command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+
+    def __init__(self, files: Iterable[Path]):
+        self.files = sorted(files)
+        self.folder = tempfile.TemporaryDirectory()
+        self.report, self.output = Path(self.folder.name) / "report.xml", Path(self.folder.name) / "output.txt"
+        options = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={self.report}"]
+        command = [sys.executable, "-m", "pytest", *options, *map(str, self.files)]
         env = environment({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
-        run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=2400)
-        output = run.stdout[-10_000:] + run.stderr[-2_000:]
-        assert report.exists(), output
+        with self.output.open("w") as sink:
+            self.process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
+
+    @functools.cache  # noqa: B019  one instance
+    def outcome(self) -> tuple[dict[str, tuple[int, int]], str]:
+        """By file: tests that passed and tests that did not; and what was printed."""
+        self.process.wait(2400)
+        output = self.output.read_text()[-12_000:]
+        assert self.report.exists(), output
         counts: dict[str, tuple[int, int]] = {}
-        for case in ElementTree.parse(report).iter("testcase"):
+        for case in ElementTree.parse(self.report).iter("testcase"):
             name = Path(case.get("file") or "").name
             passed, others = counts.get(name, (0, 0))
             counts[name] = (passed, others + 1) if len(case) else (passed + 1, others)
-    return counts, output
+        return counts, output
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+# Started by conftest.py, for the files of this run that are to be interpreted.
+interpreter: Interpreter | None = None
+
+
+def assert_passes_in_the_interpreter(file: str) -> None:
+    """A test file in a process where Triton interprets; nothing in it may be skipped there."""
+    own = Path(file).resolve()
+    assert interpreter is not None and own in interpreter.files
+    counts, output = interpreter.outcome()
+    passed, others = counts.get(own.name, (0, 0))
+    assert passed and not others, f"{own.name}: {passed} passed, {others} did not\n{output}"
 
 
 def compile_for(
