@@ -27,7 +27,10 @@ import torch
 # CUDA does not survive a fork.
 POSSIBLE = not torch.cuda.is_available()
 # What a server reads when it runs, not when it is imported, and what pytest changes from test to test.
-_READ_AT_RUN_TIME = ("DDTREE_TEST_", "SGLANG_DDTREE_", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "PYTEST_")
+_READ_AT_RUN_TIME = (
+    *("DDTREE_TEST_", "SGLANG_DDTREE_", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_CPU_OMP_THREADS_BIND"),
+    "PYTEST_",
+)
 
 
 def _read_at_import(env: dict[str, str]) -> dict[str, str]:

@@ -152,6 +152,9 @@ class Pair:
             _running.pop(next(iter(_running))).stop()
         env = {**ENVIRONMENT, **(env or {})}
         command = ["--model-path", str(self.target), *COMMON, *args]
+        if env.get("TRITON_INTERPRET") == "1":
+            # SGLang's own warm-up is eight tokens: ten seconds where the kernels are interpreted.
+            command.append("--skip-server-warmup")
         if not name.startswith("plain"):
             command += ["--speculative-algorithm", "DDTREE"]
             command += ["--speculative-draft-model-path", str(self.drafter)]
