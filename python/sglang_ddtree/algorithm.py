@@ -58,7 +58,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         if is_draft_worker:
             return config.require_block_size()
         graphs = getattr(server_args.cuda_graph_config, "decode", None)
-        if not config.auto or graphs is None or not graphs.bs:
+        if not config.packed or graphs is None or not graphs.bs:
             return num_draft_tokens
         # Packed rounds: what all requests together verify, as if it were dealt out evenly.
         from sglang.srt.speculative.ddtree_auto import most_tokens
@@ -91,7 +91,8 @@ class DDTreeAlgorithm(CustomSpecAlgo):
                 config.budget,
             )
         if config.auto:
-            logger.info("DDTREE: the budget follows the load, up to %d nodes per request.", config.budget)
+            alike = ", and all requests of a round have as many" if config.uniform else ""
+            logger.info("DDTREE: the budget follows the load, up to %d nodes per request%s.", config.budget, alike)
         logger.info(
             "DDTREE: block size %d, verify width %d, %d candidates per position, at most %d drafts per round.",
             config.block_size,

@@ -24,6 +24,8 @@ MAX_TOPK = 64
 # The budget that follows the load, and the widest tree whose part a packed round can verify.
 AUTO = "auto"
 MAX_AUTO_BUDGET = 63
+# The same on a target with recurrent layers, where nothing was given: every node's states take memory.
+HYBRID_AUTO_BUDGET = 15
 # The number served where none is given and auto is not, or cannot be, the default.
 FIXED_BUDGET = 15
 DEFAULT_BUDGET: int | str = FIXED_BUDGET
@@ -49,6 +51,15 @@ class DDTreeConfig:
     """How many nodes are verified is decided round by round, for all running requests together."""
     auto_by_default: bool = False
     """Auto because nothing was asked for: where it cannot be served, `FIXED_BUDGET` is."""
+    uniform: bool = False
+    """With auto: all requests of a round verify as many nodes, as the target's recurrent layers need it."""
+    most_given: bool = True
+    """With auto: ``budget`` was asked for, and is not the default."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether the requests of a round share its verify tokens."""
+        return self.auto and not self.uniform
 
     @property
     def topk(self) -> int:
@@ -156,7 +167,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=_argparse_type("max_budget"),
         metavar="M",
         help=f"DDTREE: with {flag_name('budget')} {AUTO}, the most nodes drafted per round and request. 1 to "
-        f"{MAX_AUTO_BUDGET}, default {MAX_AUTO_BUDGET}.",
+        f"{MAX_AUTO_BUDGET}, default {MAX_AUTO_BUDGET}, and {HYBRID_AUTO_BUDGET} on a target with recurrent layers.",
     )
     group.add_argument(
         flag_name("topk_cap"),
@@ -210,7 +221,13 @@ def _budget_fields(budget: int | str | None, most: int | None) -> dict[str, Any]
     budget = DEFAULT_BUDGET if budget is None else budget
     if budget == AUTO:
         # Its bound is as much a wish for auto as the word itself.
-        return {"budget": most or MAX_AUTO_BUDGET, "auto": True, "auto_by_default": not asked and most is None}
+        given = most is not None
+        return {
+            "budget": most or MAX_AUTO_BUDGET,
+            "auto": True,
+            "auto_by_default": not asked and not given,
+            "most_given": given,
+        }
     if most is not None:
         raise FlagError(
             f"{flag_name('max_budget')} {most} needs {flag_name('budget')} {AUTO}, got {budget}"
@@ -238,7 +255,7 @@ def settle_auto(config: DDTreeConfig, reason: str, remedy: str) -> DDTreeConfig:
             f"{flag_name('budget')} {FIXED_BUDGET}."
         )
     logger.info("DDTREE: %s %d instead of %s: %s.", flag_name("budget"), FIXED_BUDGET, AUTO, reason)
-    return dataclasses.replace(config, budget=FIXED_BUDGET, auto=False, auto_by_default=False)
+    return dataclasses.replace(config, budget=FIXED_BUDGET, auto=False, auto_by_default=False, most_given=True)
 
 
 def config_of(server_args: Any) -> DDTreeConfig:

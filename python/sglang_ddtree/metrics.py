@@ -168,7 +168,8 @@ def _end_auto_round(auto_round: Any, result: Any, reqs: Sequence[Any], rows: Seq
     """Give a round's numbers back to the `AutoBudget` that decided it; its ``AutoReport``."""
     from sglang.srt.speculative.ddtree_auto import request_classes
 
-    histogram, expected = (None if x is None else x.tolist() for x in (result.histogram, result.expected))
+    told = (result.histogram, result.expected, result.worth)
+    histogram, expected, worth = (None if x is None else x.tolist() for x in told)
     accepted = [numbers[0] for numbers in rows]
     classes = [] if expected is None else request_classes(reqs)
-    return auto_round.owner.end_round(auto_round, histogram, expected, accepted, classes)
+    return auto_round.owner.end_round(auto_round, histogram, expected, accepted, classes, worth)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_ddtree import cpu, hybrid
-from sglang_ddtree.flags import AUTO, DDTreeConfig, FlagError, flag_name, settle_auto
+from sglang_ddtree.flags import AUTO, HYBRID_AUTO_BUDGET, DDTreeConfig, FlagError, flag_name, settle_auto
 
 logger = logging.getLogger(__name__)
 
@@ -257,18 +257,26 @@ def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTre
 def settle_auto_by_target(config: DDTreeConfig, server_args: Any, target: Any) -> DDTreeConfig:
     """The config as far as the target lets the budget follow the load; ``target`` is SGLang's ``ModelConfig``.
 
+    On a target with recurrent layers the rounds are uniform, and auto has to be asked for.
+
     Raises:
-        FlagError: auto was asked for, and the target has recurrent layers.
+        FlagError: auto was asked for, and the target has recurrent layers other than GDN.
     """
     kind = hybrid.recurrent_layers(target) if config.auto else None
     if kind is None:
         return config
-    return settle_auto(
-        config,
-        f"the target {server_args.model_path} has recurrent layers of type {kind.name}, whose states are laid out for "
-        "trees of one size",
-        "Serve a target of attention alone",
-    )
+    layers = f"the target {server_args.model_path} has recurrent layers of type {kind.name}"
+    if kind is not hybrid.GDN:
+        # Mamba2's kernel lays a round's states out by the round's nodes, SGLang's commit by the pool's.
+        return settle_auto(
+            config,
+            f"{layers}, whose states are laid out for trees of one size",
+            "Serve a target of attention alone, or with GDN layers",
+        )
+    if config.auto_by_default:
+        return settle_auto(config, f"{layers}, where every size of tree takes memory of its own", "Ask for it")
+    budget = config.budget if config.most_given else min(config.budget, HYBRID_AUTO_BUDGET)
+    return dataclasses.replace(config, uniform=True, budget=budget)
 
 
 def _check_device(fields: dict[str, Any]) -> None:
@@ -296,7 +304,8 @@ def describe(config: DDTreeConfig, server_args: Any, target: Any) -> dict[str, A
     exact = checked or hybrid.unproven(server_args, target, config) is None
     derived = {"verify_width": config.verify_width, "max_depth": config.max_depth, "exact": exact}
     shown: dict[str, Any] = dataclasses.asdict(config)
-    del shown["auto"], shown["auto_by_default"]
+    for name in ("auto", "auto_by_default", "uniform", "most_given"):
+        del shown[name]
     if config.auto:
         shown |= {"budget": AUTO, "max_budget": config.budget}
     return {**shown, **derived}

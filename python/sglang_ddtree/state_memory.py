@@ -66,11 +66,14 @@ def describe(memory: StateMemory, requests: int) -> str:
     )
 
 
-def too_little(memory: StateMemory, asked: int, fitting: int, cache_size: int | None) -> str:
+def too_little(
+    memory: StateMemory, asked: int, fitting: int, cache_size: int | None, budget_flag: str = flag_name("budget")
+) -> str:
     """The error for ``asked`` requests of which only ``fitting`` have room.
 
     Args:
         cache_size: what ``--max-mamba-cache-size`` was given as, None: memory is what lacks.
+        budget_flag: what sets the most nodes.
     """
     if cache_size is not None and cache_size < asked * memory.slots:
         way_out = (
@@ -79,7 +82,7 @@ def too_little(memory: StateMemory, asked: int, fitting: int, cache_size: int | 
         )
     else:
         budget = memory.fitting_nodes(asked, cache_size or 0) - 1
-        fits = f"{flag_name('budget')} {budget} would fit" if budget > 0 else "no budget would fit"
+        fits = f"{budget_flag} {budget} would fit" if budget > 0 else "no budget would fit"
         way_out = (
             f"{fits}; or lower --max-running-requests, raise --mamba-full-memory-ratio or --mem-fraction-static, or "
             "halve the states with --mamba-ssm-dtype bfloat16"
@@ -121,6 +124,7 @@ def check(configurator: Any, free_gb: float, left_gb: float | None, cache_size: 
     # A chain's width is not the budget's to choose, and a number that nobody asked for may be lowered.
     fails = left_gb is None or left_gb <= 0 or (fitting < asked and server_args._ddtree_requests_given)
     if fails and not config.shadow_linear:
-        raise FlagError(too_little(memory, asked, fitting, cache_size))
+        budget_flag = flag_name("max_budget" if config.auto else "budget")
+        raise FlagError(too_little(memory, asked, fitting, cache_size, budget_flag))
     if configurator.ps.tp_rank == 0:
         logger.info("DDTREE: %s", describe(memory, fitting))

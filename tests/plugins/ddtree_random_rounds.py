@@ -5,10 +5,14 @@ node each to whole trees, and some more than there can be, which leaves a tail t
 auto half of these totals are ones that have a graph, if any has. Listed before the scripted drafter, which sees nothing
 of it but rounds without drafts.
 
+Where the budget auto is uniform, rounds have a random one of its widths instead; half of them are learnt from, as if they
+had been decided. DDTREE_TEST_UNIFORM=1 makes it uniform on any target: without a GPU there is none that needs it.
+
 The positions that are drafted change as well, among the widths that the worker has. With DDTREE_TEST_DRAFT_WIDTH, and
 with or without a seed, every round drafts so many. The log says once of each width that it was drafted.
 """
 
+import dataclasses
 import logging
 import os
 import random
@@ -16,11 +20,27 @@ import random
 logger = logging.getLogger(__name__)
 
 
-def shapes(seed: int):
-    """Stands for `DDTreeWorker._shape_of_round`."""
-    rng = random.Random(seed)
+def shapes(seed: int, decided):
+    """Stands for `DDTreeWorker._shape_of_round`, which is ``decided``."""
+    rng, seen = random.Random(seed), set()
+
+    def uniform(worker, batch):
+        from sglang.srt.speculative.ddtree_auto import uniform_widths
+        from sglang.srt.speculative.ddtree_round import Uniform
+
+        nodes = rng.choice(uniform_widths(worker.config.budget))
+        if nodes not in seen:
+            seen.add(nodes)
+            logger.warning("DDTREE test: a round verifies %d nodes per request.", nodes)
+        decided(worker, batch)
+        tokens, width = nodes * len(batch.seq_lens), worker.block_size if nodes > 1 else 0
+        other = dict(tokens=tokens, plain=nodes == 1, draft_width=width, fresh=rng.random() < 0.5)
+        worker._auto_round = dataclasses.replace(worker._auto_round, **other)
+        return Uniform(nodes)
 
     def choose(worker, batch):
+        if worker.config.uniform:
+            return uniform(worker, batch)
         bs, kind = len(batch.seq_lens), rng.random()
         if kind < 0.2:
             return "plain"
@@ -41,6 +61,8 @@ def widths(seed: int, fixed: int | None):
 
     def choose(worker) -> int:
         width = rng.choice(list(worker._draft_passes)) if fixed is None else fixed
+        if worker._auto_round is not None:
+            worker._auto_round = dataclasses.replace(worker._auto_round, draft_width=width)
         if width not in seen:
             seen.add(width)
             logger.warning("DDTREE test: a round drafts %d positions.", width)
@@ -52,6 +74,9 @@ def widths(seed: int, fixed: int | None):
 def load() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if os.environ.get("DDTREE_TEST_UNIFORM") == "1":
+        target = "sglang_ddtree.requirements.settle_auto_by_target"
+        HookRegistry.register(target, lambda config, *_: dataclasses.replace(config, uniform=True), HookType.AFTER)
     seed, width = os.environ.get("DDTREE_TEST_ROUNDS"), os.environ.get("DDTREE_TEST_DRAFT_WIDTH")
     if not seed and not width:
         return
@@ -61,6 +86,6 @@ def load() -> None:
 
         DDTreeWorker._width_of_round = widths(int(seed or 0), int(width) if width else None)
         if seed:
-            DDTreeWorker._shape_of_round = shapes(int(seed))
+            DDTreeWorker._shape_of_round = shapes(int(seed), DDTreeWorker._shape_of_round)
 
     HookRegistry.register("sglang_ddtree.activation.activate", after_activate, HookType.AFTER)

@@ -95,6 +95,24 @@ def test_drafts_of_changing_length(qwen3: Pair, name: str) -> None:
     server.assert_pool_empty()
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_uniform_rounds_of_changing_width(qwen3: Pair, name: str) -> None:
+    """As hybrid targets have them, which no CPU runs: as many nodes for every request, another number every round."""
+    env = {"DDTREE_TEST_ROUNDS": "4", "DDTREE_TEST_UNIFORM": "1"}
+    server = auto(qwen3, "auto-uniform", "--speculative-ddtree-max-budget", "20", env=env)
+    before = metrics(server)
+    answers = assert_exact(qwen3, server, name, max_new_tokens=60, ignore_eos=True)
+    log = (qwen3.folder / "auto-uniform.log").read_text()
+    assert all(f"a round verifies {nodes} nodes per request" in log for nodes in (1, 4, 8, 16, 21))
+    grown = {key: value - before.get(key, 0.0) for key, value in metrics(server).items()}
+    # Rounds that were learnt from, and plain ones.
+    assert grown["sglang:ddtree_auto_expected_tokens_total"] > 0 < grown["sglang:ddtree_auto_plain_rounds_total"]
+    if name == "side branches":
+        reports = [answer["meta_info"]["ddtree"] for answer in answers]
+        assert sum(report["committed_tokens"] for report in reports) > sum(report["rounds"] for report in reports)
+    server.assert_pool_empty()
+
+
 def test_a_short_draft_goes_as_deep_as_it_is_long(qwen3: Pair) -> None:
     """A target that accepts all that is drafted: three drafts and the bonus token a round, of half a block of 8."""
     server = auto(qwen3, "auto-narrow", env={"DDTREE_TEST_DRAFT_WIDTH": str(WIDTHS[0])})

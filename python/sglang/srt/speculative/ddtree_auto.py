@@ -28,7 +28,7 @@ import numpy as np
 from sglang.srt.speculative import ddtree_cost
 from sglang.srt.speculative.ddtree_calibration import Calibration, temperature_class
 from sglang.srt.speculative.ddtree_cost import CostTable
-from sglang.srt.speculative.ddtree_gain import GainCurve
+from sglang.srt.speculative.ddtree_gain import GainCurve, uniform_gain
 from sglang.srt.speculative.ddtree_policy import DEFAULT, Choice, Policy, Settings
 from sglang.srt.speculative.ddtree_ragged import expected_gain
 
@@ -46,6 +46,8 @@ _SAME_LOAD = 0.125
 # The most verify tokens of a round, whatever the requests; for many requests, per request, and where that ends.
 _MOST_TOKENS, _TOKENS_PER_REQUEST, _MANY_TOKENS = 1024, 16, 2048
 _LEAST_WIDTH = 4
+# Nodes per request of uniform rounds: each costs graphs, and memory for them.
+_UNIFORM_WIDTHS = (1, 4, 8, 16, 32, 64)
 
 
 # --- The totals of verify tokens that are captured.
@@ -97,6 +99,15 @@ def most_tokens(max_requests: int, max_budget: int) -> int:
     return most - most % 8 if most > 64 else most
 
 
+def uniform_widths(max_budget: int) -> tuple[int, ...]:
+    """Nodes per request, the root counted, that a uniform round may have, ascending; the last is the widest tree's.
+
+    The first is the root alone, a plain round's.
+    """
+    most = max_budget + 1
+    return (*(width for width in _UNIFORM_WIDTHS if width < most), most)
+
+
 def request_grid(max_requests: int) -> tuple[int, ...]:
     """Numbers of running requests to measure: powers of two, and the most."""
     return tuple(sorted({*(2**power for power in range(max_requests.bit_length())), max_requests}))
@@ -146,6 +157,11 @@ class AutoRound:
     forecast: float
     probe: bool
     fresh: bool = True
+
+    @property
+    def nodes(self) -> int:
+        """Of every request, the root counted, where all have as many."""
+        return self.tokens // self.requests
 
     @property
     def narrow(self) -> bool:
@@ -235,6 +251,9 @@ class AutoBudget:
             budget if that is less.
         plain: whether plain rounds can be run.
         settings: the policy's margins.
+        widths: nodes per request of uniform rounds, the root counted, those of plain rounds left out; then the tokens
+            of a decision are as many for every request, and ``buckets`` only say how large they may get. Empty:
+            requests share a round's tokens.
         every: only one round in so many is decided and learnt from, as long as the number of requests stays within an
             eighth of what it was: either takes the host some tenths of a millisecond.
 
@@ -255,18 +274,20 @@ class AutoBudget:
         cost: CostTable | None = None,
         plain: bool = True,
         settings: Settings = DEFAULT,
+        widths: Sequence[int] = (),
         every: int = 1,
     ) -> None:
-        widths = tuple(draft_widths) if draft_widths else (config.require_block_size(),)
+        drafted = tuple(draft_widths) if draft_widths else (config.require_block_size(),)
         self.buckets = tuple(sorted(set(buckets)))
         self.totals = Totals()
         self.policy = Policy(
-            GainCurve(config.budget, widths),
+            GainCurve(config.budget, drafted),
             cost,
             Calibration(),
             self.buckets,
-            draft_widths=widths,
+            draft_widths=drafted,
             plain=plain,
+            widths=widths,
             settings=replace(
                 settings,
                 fallback_nodes=min(settings.fallback_nodes, config.budget),
@@ -279,7 +300,7 @@ class AutoBudget:
         self._running: _Timed | None = None
         self._last: AutoRound | None = None
         self._repeated = 0
-        self._every = every
+        self._every, self._uniform = every, bool(widths)
         self._pending: deque[_Timed] = deque(maxlen=_PENDING)
 
     @property
@@ -338,9 +359,9 @@ class AutoBudget:
         last = self._last
         if last is None or self._repeated >= self._every - 1:
             return None
-        if abs(requests - last.requests) > _SAME_LOAD * last.requests or requests > last.tokens and not last.plain:
+        tokens = requests * last.nodes if last.plain or self._uniform else last.tokens
+        if abs(requests - last.requests) > _SAME_LOAD * last.requests or requests > tokens:
             return None
-        tokens = requests if last.plain else last.tokens
         forecast = last.forecast * requests / last.requests
         return replace(last, tokens=tokens, requests=requests, forecast=forecast, fresh=False)
 
@@ -386,21 +407,26 @@ class AutoBudget:
         expected: Iterable[float] | None,
         accepted: Sequence[int],
         classes_of_requests: Sequence[str],
+        worth: Sequence[float] | np.ndarray | None = None,
     ) -> AutoReport:
         """Learn from a round whose numbers have reached the host, at any delay. Mutates all that is decided from.
 
         Args:
             round: of `begin_round`.
             histogram: [64], drafted nodes of all requests by -score, `ddtree_ragged.Allotment.histogram`; None in a
-                plain round, and in one that is not fresh.
-            expected: [R], `ddtree_ragged.Allotment.expected`; None likewise.
+                plain round, in a uniform one, and in one that is not fresh.
+            expected: [R], `ddtree_ragged.Allotment.expected`; None in a plain round and in one that is not fresh.
             accepted: [R], accepted drafts of every request of the round, whether it is still running or not.
             classes_of_requests: [R], of `request_classes`; read only with ``expected``.
+            worth: of a uniform round, as in `ddtree_gain.uniform_gain`, in place of the histogram.
         """
-        requests = len(accepted)
-        if histogram is not None and round.draft_width:
-            gain = self.policy.gain
-            drafts = expected_gain(histogram, gain.points * requests) / max(requests, 1)
+        requests, gain = len(accepted), self.policy.gain
+        if requests and round.draft_width and (histogram is not None or worth is not None):
+            if worth is not None:
+                drafts = uniform_gain(np.asarray(worth), gain.points, requests)
+            else:
+                assert histogram is not None
+                drafts = expected_gain(histogram, gain.points * requests) / requests
             gain.observe(requests, {round.draft_width: drafts})
         drafted = 0.0
         if expected is not None:
@@ -530,7 +556,57 @@ def measure_costs(
         for width, draft in drafts.items():
             for tokens in totals[first : last + 1]:
                 drafted[width][load, tokens] = max(draft(load) + verify(tokens), host_drafted)
-    table = CostTable(identity, plain, drafted, context, context_base)
+    return _told(CostTable(identity, plain, drafted, context, context_base), plain, drafted)
+
+
+def measure_uniform_costs(
+    time_drafts: Mapping[int, Callable[[int], float]],
+    time_verify: Mapping[int, Callable[[int], float]],
+    requests: Sequence[int],
+    identity: Mapping[str, Any],
+    *,
+    host_drafted: float = 0.0,
+    host_plain: float = 0.0,
+    context: Mapping[int, float] | None = None,
+    context_base: float = 0.0,
+) -> CostTable:
+    """The same for uniform rounds: every number of requests with every number of nodes.
+
+    Args:
+        time_drafts: as in `measure_costs`.
+        time_verify: by nodes per request, 1 among them, seconds of the target's forward by requests.
+        requests: numbers of running requests, see `request_grid`.
+        identity, host_drafted, host_plain, context, context_base: as in `measure_costs`.
+
+    Raises:
+        ValueError: a time is not positive and finite.
+    """
+    loads = sorted(set(requests))
+    drafts = {width: _Memo(time) for width, time in time_drafts.items()}
+    verify = {nodes: _Memo(time) for nodes, time in time_verify.items()}
+    parts = (*verify.values(), *drafts.values())
+    for part in parts:
+        for load in loads:
+            part(load)
+    for part in parts:
+        part.settle()
+    plain = {load: max(verify[1](load), host_plain) for load in loads}
+    drafted = {
+        width: {
+            (load, load * nodes): max(draft(load) + time(load), host_drafted)
+            for load in loads
+            for nodes, time in verify.items()
+            if nodes > 1
+        }
+        for width, draft in drafts.items()
+    }
+    return _told(CostTable(identity, plain, drafted, context, context_base), plain, drafted)
+
+
+def _told(
+    table: CostTable, plain: Mapping[int, float], drafted: Mapping[int, Mapping[tuple[int, int], float]]
+) -> CostTable:
+    """The table, once the log has said what is in it."""
     for width, cells in drafted.items():
         log_costs(width, plain, cells)
     if table.context:

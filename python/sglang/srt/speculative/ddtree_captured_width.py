@@ -47,9 +47,15 @@ class CapturedWidth:
     backend: Any
     graphs: DecodeCudaGraphRunner
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """For a while the model runner's attention backend and graphs are these, for all that asks it for them."""
+        with attributes(self.model_runner, attn_backend=self.backend, decode_cuda_graph_runner=self.graphs):
+            yield
+
     def forward(self, forward_batch: Any) -> Any:
         """The model runner's forward of ``width`` tokens per request; eager where no graph holds the requests."""
-        with attributes(self.model_runner, attn_backend=self.backend, decode_cuda_graph_runner=self.graphs):
+        with self.in_place():
             return self.model_runner.forward(forward_batch)
 
 

@@ -93,6 +93,22 @@ def gain_vector(probabilities: np.ndarray, points: np.ndarray) -> np.ndarray:
     return (sums[index] * (1 - fraction) + sums[index + 1] * fraction) / requests
 
 
+def uniform_gain(worth: np.ndarray, points: np.ndarray, requests: int) -> np.ndarray:
+    """The same of a round whose requests all have as many nodes, of which each takes its own best.
+
+    Args:
+        worth: float [max_nodes], exp(score) of the best node of every request, of the second best, and so on, each
+            summed over the requests; 0 where there is no node.
+        points: float64 [P], nodes per request, of `grid`.
+        requests: in the batch.
+
+    Returns:
+        float64 [P], expected accepted drafts per request with ``points`` nodes each.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(worth, np.float64))])
+    return np.interp(points, np.arange(len(sums)), sums) / requests
+
+
 class GainCurve:
     """Expected accepted drafts of a batch over the nodes verified, averaged from rounds past.
 

@@ -16,13 +16,14 @@ from sglang_ddtree.flags import config_of
 
 
 class DDTreeVerifyGraphRunner(DecodeCudaGraphRunner):
-    """SGLang's runner, but what it captures is a tree; with the budget ``auto`` graphs are for packed rounds.
+    """SGLang's runner, but what it captures is a tree; with the budget ``auto`` graphs may be for packed rounds.
 
     For the DFLASH family SGLang captures a causal verify without a mask. A tree replayed from such a graph would
     be verified causally and still give fluent text.
 
     Packed graphs are keyed by their number of verify tokens T, as SGLang's own ragged verify keys them, and hold any
-    requests that fit. A fixed budget's are keyed by requests, N tokens each.
+    requests that fit. Uniform ones, a fixed budget's and those for targets with recurrent layers, are keyed by
+    requests, N tokens each.
     """
 
     # Set by the parent.
@@ -32,7 +33,7 @@ class DDTreeVerifyGraphRunner(DecodeCudaGraphRunner):
     @property
     def ragged_verify_mode(self) -> bool:
         """SGLang's word for graphs keyed by tokens. Its own switch asks the environment, and another algorithm."""
-        return config_of(self.model_runner.server_args).auto
+        return config_of(self.model_runner.server_args).packed
 
     @ragged_verify_mode.setter
     def ragged_verify_mode(self, value: bool) -> None:
@@ -88,7 +89,7 @@ class DDTreeVerifyGraphRunner(DecodeCudaGraphRunner):
         mask = None if reads_ancestor_bits(self.attn_backend) else self.buffers.custom_mask
         # Only the shape counts: a backend that reads bits copies every round's into its own buffers.
         bits = torch.zeros((1, nodes, -(-nodes // 64)), dtype=torch.int64, device=self.device)
-        return DDTreeVerifyInput.create_dummy_input(config, mask, bits)
+        return DDTreeVerifyInput.create_dummy_input(config, mask, bits, nodes)
 
     def _packed_input(self, total: int) -> DDTreeVerifyInput:
         """A packed round of roots, which are as many as the graph holds, the last one with what is left."""

@@ -184,6 +184,8 @@ class Policy:
 
     Args:
         buckets, draft_widths, plain, settings: as in `choose`.
+        widths: nodes per request, roots counted, of rounds in which all requests have as many; then the buckets are so
+            many for each request. Empty: requests share a round's tokens.
     """
 
     def __init__(
@@ -196,10 +198,12 @@ class Policy:
         draft_widths: Sequence[int] = (16,),
         plain: bool = True,
         settings: Settings = DEFAULT,
+        widths: Sequence[int] = (),
     ) -> None:
         self.gain, self.cost, self.calibration = gain, cost, calibration
         self.current: Choice | None = None
         self._buckets, self._draft_widths, self._plain = tuple(buckets), tuple(draft_widths), plain
+        self._widths = tuple(widths)
         self._settings = settings
         self._waited, self._wait = 0, settings.probe_first
         # Rounds since each width was drafted.
@@ -224,8 +228,8 @@ class Policy:
             requests,
             self.gain,
             self.cost,
-            self._buckets,
-            self.current,
+            self._totals(requests),
+            self._current_of(requests),
             draft_widths=self._draft_widths,
             plain=self._plain,
             factor=factor,
@@ -250,13 +254,24 @@ class Policy:
             return choice
         self._waited += 1
         wait = self._wait * (self._settings.probe_narrow if choice.draft_width else 1)
-        if self._waited < wait or max(self._buckets, default=0) < requests:
+        if self._waited < wait or max(self._totals(requests), default=0) < requests:
             return choice
         probe = self._best_of(widest, requests, factor, context_tokens, self.gain)
         clearly_worse = probe.rate < choice.rate * self._settings.probe_clear
         self._waited = 0
         self._wait = min(2 * self._wait, self._settings.probe_last) if clearly_worse else self._settings.probe_first
         return replace(probe, probe=True)
+
+    def _totals(self, requests: int) -> tuple[int, ...]:
+        return tuple(requests * width for width in self._widths) if self._widths else self._buckets
+
+    def _current_of(self, requests: int) -> Choice | None:
+        """The current choice, for so many requests."""
+        current = self.current
+        if current is None or not self._widths or not current.draft_width:
+            return current
+        # What is no drafted node is a request's root.
+        return replace(current, tokens=requests * (current.tokens // (current.tokens - current.nodes)))
 
     def _narrower_to_probe(self, choice: Choice, measured: Sequence[int]) -> int | None:
         """A width below the choice's that was not drafted for long. Mutates how long that is."""
@@ -277,7 +292,7 @@ class Policy:
             requests,
             gain,
             self.cost,
-            self._buckets,
+            self._totals(requests),
             draft_widths=(width,),
             plain=False,
             factor=factor,

@@ -23,19 +23,19 @@ class DDTreeBatchResult(GenerationBatchResult):
         auto_round: what `AutoBudget.begin_round` decided; None where the budget is a number. Stays on the host.
         histogram: int [64], `Allotment.histogram` of a round that drafted under auto, else None.
         expected: float32 [bs], `Allotment.expected` of such a round, else None.
+        worth: float32, of `node_worth`, in place of the histogram where a round was uniform under auto.
     """
 
     round_stats: torch.Tensor | None = None
     auto_round: AutoRound | None = None
     histogram: torch.Tensor | None = None
     expected: torch.Tensor | None = None
+    worth: torch.Tensor | None = None
 
     def copy_to_cpu(self, return_logprob: bool, return_hidden_states: bool = True) -> None:
         # First, since SGLang ends its own copies with the event that tells the host they are done.
-        if self.round_stats is not None:
-            self.round_stats = _async_d2h(self.round_stats)
-        if self.histogram is not None:
-            self.histogram = _async_d2h(self.histogram)
-        if self.expected is not None:
-            self.expected = _async_d2h(self.expected)
+        for name in ("round_stats", "histogram", "expected", "worth"):
+            told = getattr(self, name)
+            if told is not None:
+                setattr(self, name, _async_d2h(told))
         super().copy_to_cpu(return_logprob, return_hidden_states)

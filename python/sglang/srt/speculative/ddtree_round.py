@@ -3,8 +3,9 @@
 Both give the same trees and the same commits, bit for bit (`tests/unit/test_ddtree_kernels.py`,
 `tests/unit/test_ragged_kernels.py`), and neither waits for the device.
 
-A round is uniform, N nodes for every request, or packed: one number of verify tokens T for the whole batch, which the
-likeliest nodes of all requests share (`ddtree_ragged`), and of trees that differ in size no padding is verified.
+A round is uniform, N nodes for every request, which may be another N in every round; or packed: one number of verify
+tokens T for the whole batch, which the likeliest nodes of all requests share (`ddtree_ragged`), and of trees that differ
+in size no padding is verified.
 """
 
 from __future__ import annotations
@@ -34,9 +35,17 @@ from sglang.srt.speculative.ddtree_utils import (
     walk_trees,
 )
 
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """A round of ``nodes`` nodes for every request, the root counted; 1: the roots alone, and nothing is drafted."""
+
+    nodes: int
+
+
 # What a round verifies: None, all trees whole, N nodes each; a number, so many tokens of all requests together, at
-# least one for each; "plain", the roots alone, and then nothing is drafted either.
-RoundShape = int | Literal["plain"] | None
+# least one for each; "plain", the roots alone, and then nothing is drafted either; or another number of nodes for all.
+RoundShape = int | Literal["plain"] | Uniform | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,6 +118,18 @@ def root_trees(bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> RoundTree:
         visible=ones[:, None].to(torch.bool),
     )
     return RoundTree(tree, seq_lens[:, None].to(torch.int64), ones[:, None])
+
+
+def node_worth(tree: DraftTree, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a round tells the host of its drafts where every request verifies its first ``nodes`` nodes.
+
+    Returns:
+        float32 [C - 1], as in `ddtree_gain.uniform_gain`, and float32 [bs], the drafts that are expected to be accepted
+        of each request.
+    """
+    # Padding has a score of -inf.
+    probable = tree.scores[:, 1:].exp()
+    return probable.sum(0), probable[:, : nodes - 1].sum(1)
 
 
 class TorchRound:

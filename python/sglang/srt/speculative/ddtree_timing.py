@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.speculative.ddtree_auto import measure_costs, request_grid
+from sglang.srt.speculative.ddtree_auto import measure_costs, measure_uniform_costs, request_grid
 from sglang.srt.speculative.ddtree_context import LongContexts, batch_of, fitting, lent_slots
 from sglang.srt.speculative.ddtree_cost import CostTable
 
@@ -93,16 +93,23 @@ def _run(runner: Any, batch: Any) -> tuple[Callable[[], None], Callable[[], None
     return launch, replay
 
 
-def context_slopes(drafters: Mapping[int, Any], target: Any, most_requests: int) -> dict[int, float]:
+# A graph of so many requests with so many nodes each: the runner that has it, and its tokens.
+GraphOf = Callable[[int, int], tuple[Any, int]]
+
+
+def context_slopes(
+    drafters: Mapping[int, Any], target: Any, most_requests: int, graph_of: GraphOf | None = None
+) -> dict[int, float]:
     """Seconds that a context token adds to a round, by draft width, 0 for a plain one; empty if it cannot be timed.
 
     Args:
         drafters: graph runners by draft width, captured.
-        target: as in `measure`.
+        target: as in `measure`, or of the widest uniform rounds.
         most_requests: that all of them have graphs for.
+        graph_of: the target's verify; None: packed.
     """
     try:
-        return _slopes(drafters, target, most_requests)
+        return _slopes(drafters, target, most_requests, graph_of or partial(_packed_graph, target))
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         # The device is in no state to serve; and what befalls one rank alone, the others must not wait for.
         raise
@@ -111,15 +118,19 @@ def context_slopes(drafters: Mapping[int, Any], target: Any, most_requests: int)
         return {}
 
 
-def _slopes(drafters: Mapping[int, Any], target: Any, most_requests: int) -> dict[int, float]:
+def _packed_graph(target: Any, requests: int, nodes: int) -> tuple[Any, int]:
     totals = target.capture_num_tokens
-    contexts = fitting([*drafters.values(), target], min(most_requests, totals[-1]))
+    return target, totals[min(bisect_left(totals, requests * nodes), len(totals) - 1)]
+
+
+def _slopes(drafters: Mapping[int, Any], target: Any, most_requests: int, graph_of: GraphOf) -> dict[int, float]:
+    contexts = fitting([*drafters.values(), target], most_requests)
     if contexts is None:
         return {}
 
     def verify(nodes: int) -> float:
-        at = min(bisect_left(totals, contexts.requests * nodes), len(totals) - 1)
-        return _slope(target, contexts, totals[at])
+        runner, total = graph_of(contexts.requests, nodes)
+        return _slope(runner, contexts, total)
 
     drafted = verify(_NODES)
     slopes = {0: verify(1)}
@@ -143,6 +154,12 @@ def _slope(runner: Any, contexts: LongContexts, total: int) -> float:
     return max(added, 0.0) / (contexts.requests * (contexts.tokens - short))
 
 
+def _uniform_tokens(runner: Any, requests: int) -> tuple[int, int]:
+    """Requests and tokens of the graph, of so many tokens per request, that serves so many requests."""
+    size = min(size for size in runner.capture_bs if size >= requests)
+    return size, size * runner.captured_req_width
+
+
 def measure(
     *,
     drafters: Mapping[int, Any],
@@ -160,10 +177,6 @@ def measure(
         max_budget, identity: as in `ddtree_auto.measure_costs`.
     """
 
-    def draft_tokens(drafter: Any, requests: int) -> tuple[int, int]:
-        size = min(size for size in drafter.capture_bs if size >= requests)
-        return size, size * drafter.captured_req_width
-
     def verify_tokens(total: int) -> tuple[int, int]:
         return target._ragged_capture_slots(total), total
 
@@ -173,7 +186,7 @@ def measure(
 
         return launch, launch
 
-    drafts = {width: of_runner(drafter, partial(draft_tokens, drafter)) for width, drafter in drafters.items()}
+    drafts = {width: of_runner(drafter, partial(_uniform_tokens, drafter)) for width, drafter in drafters.items()}
     verify = of_runner(target, verify_tokens)
     commit, totals = PartTimes(prepare_commit), target.capture_num_tokens
     most = min(commits.largest, *(max(drafter.capture_bs) for drafter in drafters.values()))
@@ -181,7 +194,7 @@ def measure(
         # The host's times first, which every cell needs.
         for part, size in (*((draft, 1) for draft in drafts.values()), (verify, totals[0]), (commit, totals[0])):
             part(size)
-        context = context_slopes(drafters, target, most)
+        context = context_slopes(drafters, target, min(most, totals[-1]))
         draft_host = max(draft.host for draft in drafts.values())
         return measure_costs(
             drafts,
@@ -194,4 +207,43 @@ def measure(
             host_plain=HOST_SHARE * (verify.host + commit.host),
             context=context,
             context_base=float(target.seq_len_fill_value),
+        )
+
+
+def measure_uniform(
+    *, drafters: Mapping[int, Any], targets: Mapping[int, Any], identity: Mapping[str, Any]
+) -> CostTable:
+    """Time the parts of uniform rounds.
+
+    What follows the choices is launched kernel by kernel there, and not timed: serving tells.
+
+    Args:
+        drafters: as in `measure`.
+        targets: the target's graph runners by nodes per request, the root alone among them.
+        identity: as in `ddtree_auto.measure_costs`.
+    """
+    verify = {nodes: of_runner(runner, partial(_uniform_tokens, runner)) for nodes, runner in targets.items()}
+    drafts = {width: of_runner(drafter, partial(_uniform_tokens, drafter)) for width, drafter in drafters.items()}
+    most = min(max(runner.capture_bs) for runner in (*targets.values(), *drafters.values()))
+    nodes_of = sorted(targets)
+
+    def graph_of(requests: int, nodes: int) -> tuple[Any, int]:
+        width = nodes_of[min(bisect_left(nodes_of, nodes), len(nodes_of) - 1)]
+        return targets[width], requests * width
+
+    with torch.inference_mode():
+        for part in (*drafts.values(), *verify.values()):
+            part(1)
+        context = context_slopes(drafters, targets[nodes_of[-1]], most, graph_of)
+        draft_host = max(draft.host for draft in drafts.values())
+        verify_host = max(part.host for part in verify.values())
+        return measure_uniform_costs(
+            drafts,
+            verify,
+            request_grid(most),
+            identity,
+            host_drafted=HOST_SHARE * (draft_host + verify_host),
+            host_plain=HOST_SHARE * verify_host,
+            context=context,
+            context_base=float(targets[nodes_of[-1]].seq_len_fill_value),
         )

@@ -7,11 +7,14 @@ drafter's KV cache are DFLASH's; the draft tail, verify and commit are a tree's.
 from __future__ import annotations
 
 import logging
+import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cached_property, partial
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -32,8 +35,9 @@ from sglang.srt.speculative.ddtree_auto import (
     identity_of,
     request_classes,
     token_buckets,
+    uniform_widths,
 )
-from sglang.srt.speculative.ddtree_captured_width import capture_width
+from sglang.srt.speculative.ddtree_captured_width import CapturedWidth, capture_width
 from sglang.srt.speculative.ddtree_commit_graph import (
     CommitGraphs,
     Committed,
@@ -41,6 +45,7 @@ from sglang.srt.speculative.ddtree_commit_graph import (
     cuda_capture,
     with_own_workspace,
 )
+from sglang.srt.speculative.ddtree_cost import CostTable
 from sglang.srt.speculative.ddtree_draft_pass import DraftPass
 from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner, ragged_layout
@@ -55,6 +60,8 @@ from sglang.srt.speculative.ddtree_round import (
     RoundShape,
     RoundTree,
     TorchRound,
+    Uniform,
+    node_worth,
     root_trees,
 )
 from sglang.srt.speculative.ddtree_sampling import choose_tokens, takes_likeliest
@@ -74,7 +81,7 @@ from sglang.srt.speculative.spec_utils import (
     record_stream_for_v2_verify,
 )
 from sglang.srt.utils import get_available_gpu_memory
-from sglang_ddtree.flags import config_of
+from sglang_ddtree.flags import AUTO, FIXED_BUDGET, config_of, flag_name
 from sglang_ddtree.requirements import check_loaded_target, device_round
 
 logger = logging.getLogger(__name__)
@@ -84,6 +91,8 @@ CommittedRound = TypeVar("CommittedRound", bound=Committed)
 _DECIDE_EVERY = 8
 # SGLang wants 1 GB free for a drafter's graphs; the buffers of an attention backend may be as large.
 _NARROW_DRAFT_GB = 2.0
+# The same for the target's graphs of another number of nodes.
+_UNIFORM_GB = 2.0
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -122,6 +131,10 @@ class DDTreeWorker(DFlashWorkerV2):
         self._commit_graphs: CommitGraphs | PackedCommitGraphs | None = None
         # By width, ascending; the last is the drafter's own.
         self._draft_passes: dict[int, DraftPass] = {}
+        # The target's, by nodes per request, of uniform rounds with fewer than the widest tree has; and behind whose
+        # graphs they were captured, which SGLang may drop.
+        self._uniform: dict[int, CapturedWidth] = {}
+        self._uniform_of: Callable[[], Any] | None = None
         self._auto: AutoBudget | None = None
         self._auto_round: AutoRound | None = None
 
@@ -177,6 +190,7 @@ class DDTreeWorker(DFlashWorkerV2):
         self._draft_passes = {self.block_size: own}
         # First what every server needs: the graphs of narrower drafts take what memory is left.
         self._capture_commits()
+        self._capture_uniform()
         for width in reversed(self._draft_widths()[:-1]):
             made = self._capture_narrow_draft(width)
             if made is None:
@@ -204,11 +218,7 @@ class DDTreeWorker(DFlashWorkerV2):
 
     def _capture_narrow_draft(self, width: int) -> tuple[DraftPass, DecodeCudaGraphRunner] | None:
         """A pass of fewer positions with graphs of its own, and these; None where there is no memory for them."""
-        group = get_tp_group()
-        # The least of all ranks, which must all capture or none.
-        free = get_available_gpu_memory(
-            self.device, self.gpu_id, distributed=group.world_size > 1, cpu_group=group.cpu_group
-        )
+        free = self._free_gb()
         if free < _NARROW_DRAFT_GB:
             logger.warning(
                 "DDTREE: no graphs for drafts of %d positions, because only %.2f GB of GPU memory are free; all rounds "
@@ -222,6 +232,55 @@ class DDTreeWorker(DFlashWorkerV2):
         if self.ps.tp_rank == 0:
             logger.info("DDTREE: drafts of %d positions run from CUDA graphs of their own.", width)
         return self._draft_pass(width, captured.forward, tail), captured.graphs
+
+    def _free_gb(self) -> float:
+        """GPU memory that is free, the least of all ranks, which must all capture or none."""
+        group = get_tp_group()
+        return get_available_gpu_memory(
+            self.device, self.gpu_id, distributed=group.world_size > 1, cpu_group=group.cpu_group
+        )
+
+    def _capture_uniform(self) -> None:
+        """The target's backends and graphs of uniform rounds with fewer nodes than the widest tree, behind its own.
+
+        Raises:
+            RuntimeError: there is no memory for them.
+        """
+        runner = self._target_graphs()
+        self._uniform = {}
+        if not self.config.uniform or not isinstance(runner, DDTreeVerifyGraphRunner):
+            return
+        self._uniform_of = weakref.ref(runner)
+        model_runner = self.target_worker.model_runner
+        for nodes in reversed(uniform_widths(self.config.budget)[:-1]):
+            free = self._free_gb()
+            if free < _UNIFORM_GB:
+                raise RuntimeError(
+                    f"DDTREE: {flag_name('budget')} {AUTO} needs graphs of the target for {nodes} nodes per request, "
+                    f"and only {free:.2f} GB of GPU memory are free, of {_UNIFORM_GB:g}. Lower --mem-fraction-static, "
+                    f"--cuda-graph-max-bs or {flag_name('max_budget')} (now {self.config.budget}), or give a number, "
+                    f"e.g. {flag_name('budget')} {FIXED_BUDGET}."
+                )
+            self._uniform[nodes] = capture_width(model_runner, nodes, model_runner.capture_tail_hooks)
+        if self.ps.tp_rank == 0:
+            names = ", ".join(str(nodes) for nodes in uniform_widths(self.config.budget))
+            logger.info("DDTREE: the target verifies %s nodes per request from CUDA graphs of their own.", names)
+
+    def _warm_up_uniform(self) -> None:
+        """Compile the steps between the forwards for every number of nodes, before any request waits for it."""
+        if not self._round.on_device:
+            return
+        shapes = product(uniform_widths(self.config.budget), self._draft_passes, (1, 2))
+        # A kernel is compiled once for a single request and once for more.
+        for nodes, drafted, bs in shapes:
+            zeros = torch.zeros(bs, dtype=torch.int64, device=self.device)
+            tree = root_trees(zeros, zeros)
+            if nodes > 1:
+                ids = torch.arange(self.config.topk, device=self.device).repeat(bs, drafted - 1, 1)
+                tree = self._round.build(zeros, ids, torch.zeros_like(ids, dtype=torch.float32), nodes - 1, zeros)
+            slots = torch.zeros_like(tree.tree.tokens)
+            walk, _ = self._round.commit(tree, slots, min(self.config.max_depth, nodes - 1), zeros, slots)
+            self._round.stats(tree.tree, walk)
 
     def _start_auto(self, drafters: Mapping[int, Any]) -> None:
         """What decides the budget round by round, once it is known which totals have graphs, and what they cost.
@@ -237,26 +296,36 @@ class DDTreeWorker(DFlashWorkerV2):
             most = self.target_worker.model_runner.max_running_requests
             buckets = token_buckets(most, self.config.budget)
         group = get_tp_group()
+        widths = uniform_widths(self.config.budget) if self.config.uniform else ()
         self._auto = AutoBudget(
             self.config,
             buckets=buckets,
             draft_widths=tuple(self._draft_passes),
             decide=partial(_first_ranks, group) if group.world_size > 1 else None,
             new_event=_recorded_event if torch.device(self.device).type == "cuda" else None,
+            widths=widths[1:],
             every=_DECIDE_EVERY,
         )
+        if widths:
+            self._warm_up_uniform()
         commits = self._commit_graphs
-        if not isinstance(commits, PackedCommitGraphs):
+        if not self._uniform and not isinstance(commits, PackedCommitGraphs):
             return  # without graphs there is nothing to time
-        identity = identity_of(self.server_args, self.config, buckets, tuple(self._draft_passes))
-        measure = partial(
-            ddtree_timing.measure,
-            drafters=drafters,
-            target=runner,
-            commits=commits,
-            max_budget=self.config.budget,
-            identity=identity,
-        )
+        identity = identity_of(self.server_args, self.config, widths or buckets, tuple(self._draft_passes))
+        measure: Callable[[], CostTable]
+        if self._uniform:
+            targets = {nodes: captured.graphs for nodes, captured in self._uniform.items()}
+            targets[self.config.verify_width] = runner
+            measure = partial(ddtree_timing.measure_uniform, drafters=drafters, targets=targets, identity=identity)
+        else:
+            measure = partial(
+                ddtree_timing.measure,
+                drafters=drafters,
+                target=runner,
+                commits=commits,
+                max_budget=self.config.budget,
+                identity=identity,
+            )
         if group.world_size > 1:
             self._auto.cost = cost_table(identity, measure, partial(_first_agrees, group))
         else:
@@ -273,7 +342,7 @@ class DDTreeWorker(DFlashWorkerV2):
         context, capture = cuda_capture(self.device)
         original = self._fused_kv_helper
         made: Any = partial(CommitGraphs, feed=self._feed_drafter)
-        if self.config.auto:
+        if self.config.packed:
             made = partial(PackedCommitGraphs, feed=self._feed_rows)
         try:
             if original is not None:
@@ -360,6 +429,8 @@ class DDTreeWorker(DFlashWorkerV2):
         record_stream_each((batch.seq_lens, bonus_tokens), self._stream())
         self._renew_commits()
         shape = self._shape_of_round(batch)
+        if isinstance(shape, Uniform):
+            return self._verify_uniform(batch, bonus_tokens, shape.nodes, on_publish, grammar_barrier)
         if shape == "plain":
             tree = self._plain_tree(bonus_tokens, batch.seq_lens)
             return self._verify_packed(
@@ -401,6 +472,8 @@ class DDTreeWorker(DFlashWorkerV2):
             return None
         context, classes = partial(self._context_tokens, batch), partial(_count_classes, batch.reqs)
         self._auto_round = self._auto.begin_round(len(batch.seq_lens), context, classes)
+        if self.config.uniform:
+            return Uniform(self._auto_round.nodes)
         return "plain" if self._auto_round.plain else self._auto_round.tokens
 
     def _width_of_round(self) -> int:
@@ -429,6 +502,8 @@ class DDTreeWorker(DFlashWorkerV2):
         if graphs is not None and (graphs.runner is None or graphs.runner is not self._target_graphs()):
             # New weights may bring new graphs; the old ones' buffers are gone.
             self._capture_commits()
+        if self._uniform_of is not None and self._uniform_of() is not self._target_graphs():
+            self._capture_uniform()
 
     def _build(
         self, bonus_tokens: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, seq_lens: torch.Tensor
@@ -505,20 +580,53 @@ class DDTreeWorker(DFlashWorkerV2):
             retrieve_cum_len=None,
             spec_steps=self.config.max_depth,
             topk=1 if self.config.shadow_linear else 2,
-            draft_token_num=self.config.verify_width,
+            draft_token_num=nodes.tokens.shape[1],
             capture_hidden_mode=CaptureHiddenMode.FULL,
             seq_lens_sum=None,
             seq_lens_cpu=None,
             ancestor_bits=None if self.config.shadow_linear else tree.ancestor_bits,
         )
 
+    def _verify_uniform(
+        self, batch: ScheduleBatch, bonus_tokens: torch.Tensor, nodes: int, on_publish: Any, grammar_barrier: Any
+    ) -> DDTreeBatchResult:
+        """A round whose requests all verify as many nodes, by the target's backend and graphs for so many.
+
+        Nothing is packed, so that recurrent layers can follow: every request's tree is built for its ``nodes`` best.
+        """
+        told = None
+        if nodes == 1:
+            tree = root_trees(bonus_tokens, batch.seq_lens)
+        else:
+            ids, logprobs = self._draft(batch, bonus_tokens, self._width_of_round())
+            tree = self._round.build(bonus_tokens, ids, logprobs, nodes - 1, batch.seq_lens)
+            if self._auto_round is not None and self._auto_round.fresh:
+                # What is told is of all nodes that a wider round would verify.
+                whole = tree
+                if nodes < self.config.verify_width:
+                    whole = self._round.build(bonus_tokens, ids, logprobs, self.config.budget, batch.seq_lens)
+                worth, expected = node_worth(whole.tree, nodes)
+                told = {"worth": worth, "expected": expected}
+        captured = self._uniform.get(nodes)
+        in_place: AbstractContextManager[None] = nullcontext() if captured is None else captured.in_place()
+        with in_place:
+            return self._verify(batch, tree, None, on_publish, grammar_barrier, told)
+
     def _verify(
-        self, batch: ScheduleBatch, tree: RoundTree, shadow: RoundTree | None, on_publish: Any, grammar_barrier: Any
+        self,
+        batch: ScheduleBatch,
+        tree: RoundTree,
+        shadow: RoundTree | None,
+        on_publish: Any,
+        grammar_barrier: Any,
+        told: dict[str, torch.Tensor] | None = None,
     ) -> DDTreeBatchResult:
         """Verify the trees in one target forward, walk them and commit. Mutates ``batch`` and both KV pools.
 
         The steps are those of SGLang's ``run_eagle_verify``; its sampling is replaced, since that one ignores
         min-p, is greedy on the CPU and draws among tied maxima for a greedy request beside sampled ones.
+
+        ``told``: as in `_result`.
         """
         verify_input = self._verify_input(batch, tree)
         batch.spec_info = verify_input
@@ -536,17 +644,18 @@ class DDTreeWorker(DFlashWorkerV2):
             return self._result(logits_output, True, done, done, done.round_stats, (forward_batch, tree))
         logits_output, choices = self._choose(batch, forward_batch, tree.tree, None, grammar_barrier)
         slots = batch.out_cache_loc.view(choices.shape)
+        max_depth = min(self.config.max_depth, choices.shape[1] - 1)
         if is_simulating():
-            choices, walk = simulate_walk(choices, self.config.max_depth)
+            choices, walk = simulate_walk(choices, max_depth)
             plan = plan_commit(walk, choices, batch.seq_lens, slots)
         else:
-            walk, plan = self._round.commit(tree, choices, self.config.max_depth, batch.seq_lens, slots)
+            walk, plan = self._round.commit(tree, choices, max_depth, batch.seq_lens, slots)
         if batch.return_logprob:
             compute_spec_v2_logprobs(batch, logits_output, choices.view(-1), plan.rows, plan.rows.shape[1] - 1)
         self._commit(batch, logits_output, walk, plan, on_publish)
         round_stats = self._round.stats(tree.tree, walk) if shadow is None else shadow_stats(shadow.tree, walk)
         kept = (forward_batch, tree)
-        return self._result(logits_output, can_run_cuda_graph, walk, plan, round_stats, kept)
+        return self._result(logits_output, can_run_cuda_graph, walk, plan, round_stats, kept, told)
 
     def _commit_in_graph(
         self,
@@ -611,7 +720,7 @@ class DDTreeWorker(DFlashWorkerV2):
             likeliest, replay_packed = graphs.choices(total), partial(graphs.replay, bs, total)
             logits_output, choices = self._choose(batch, forward_batch, cut, packed, grammar_barrier, likeliest)
             done = self._commit_in_graph(batch, logits_output, choices, likeliest, replay_packed, on_publish)
-            told = (done.histogram, done.expected)
+            told = {"histogram": done.histogram, "expected": done.expected}
             return self._result(logits_output, True, done, done, done.round_stats, (forward_batch, tree), told)
         logits_output, choices = self._choose(batch, forward_batch, cut, packed, grammar_barrier)
         choices = choices.view(-1)
@@ -624,7 +733,8 @@ class DDTreeWorker(DFlashWorkerV2):
             compute_spec_v2_logprobs(batch, logits_output, choices, walk.rows, walk.rows.shape[1] - 1)
         self._commit(batch, logits_output, walk, walk, on_publish)
         # The graphs' own share is written by the next round, beside the copy to the host.
-        told = tuple(x if graphs is None else x.clone() for x in (packed.share.histogram, packed.share.expected))
+        share = {"histogram": packed.share.histogram, "expected": packed.share.expected}
+        told = {name: x if graphs is None else x.clone() for name, x in share.items()}
         kept = (forward_batch, tree, packed, cut)
         return self._result(logits_output, in_graph, walk, walk, self._round.stats(cut, walk), kept, told)
 
@@ -698,15 +808,14 @@ class DDTreeWorker(DFlashWorkerV2):
         plan: CommitPlan | PackedWalk | Committed,
         round_stats: torch.Tensor,
         kept: tuple[Any, ...],
-        told: tuple[torch.Tensor, torch.Tensor] | None = None,
+        told: dict[str, torch.Tensor] | None = None,
     ) -> DDTreeBatchResult:
-        """``told``: histogram and expected drafts of a packed round, of `ddtree_ragged.Allotment`."""
+        """``told``: fields of the result that say what the round's drafts were worth."""
         auto_round, self._auto_round = self._auto_round, None
         if self._auto is not None:
             self._auto.launched()
-        histogram, expected = told if told is not None and auto_round is not None else (None, None)
-        if auto_round is not None and (auto_round.plain or not auto_round.fresh):
-            histogram = expected = None
+        if auto_round is None or auto_round.plain or not auto_round.fresh:
+            told = None
         return DDTreeBatchResult(
             logits_output=logits_output,
             next_token_ids=plan.next_tokens.reshape(-1),
@@ -719,8 +828,7 @@ class DDTreeWorker(DFlashWorkerV2):
             extra_keep_alive_refs=[*kept, walk, plan],
             round_stats=round_stats,
             auto_round=auto_round,
-            histogram=histogram,
-            expected=expected,
+            **(told or {}),
         )
 
     def _commit(

@@ -73,9 +73,16 @@ class DDTreeVerifyInput(EagleVerifyInput):
 
     @classmethod
     def create_dummy_input(
-        cls, config, custom_mask: torch.Tensor | None, ancestor_bits: torch.Tensor | None = None
+        cls,
+        config,
+        custom_mask: torch.Tensor | None,
+        ancestor_bits: torch.Tensor | None = None,
+        nodes: int | None = None,
     ) -> DDTreeVerifyInput:
-        """Shape-only input for warm-up and capture; ``config`` is the server's DDTreeConfig."""
+        """Shape-only input for warm-up and capture; ``config`` is the server's DDTreeConfig.
+
+        ``nodes``: N; None: of the widest tree.
+        """
         return cls(
             draft_token=None,
             custom_mask=None if config.shadow_linear else custom_mask,
@@ -86,7 +93,7 @@ class DDTreeVerifyInput(EagleVerifyInput):
             retrieve_cum_len=None,
             spec_steps=config.max_depth,
             topk=1 if config.shadow_linear else 2,
-            draft_token_num=config.verify_width,
+            draft_token_num=config.verify_width if nodes is None else nodes,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             seq_lens_sum=None,
             seq_lens_cpu=None,
