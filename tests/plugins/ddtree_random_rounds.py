@@ -1,6 +1,6 @@
 """A test-only SGLang plugin: every round verifies another number of tokens, with DDTREE_TEST_ROUNDS set to a seed.
 
-A fifth of the rounds are plain, a tenth uniform, and the others share a random total among their requests: from one
+A fifth of the rounds are plain, a tenth uniform, half of them with another number of nodes, and the others share a random total among their requests: from one
 node each to whole trees, and some more than there can be, which leaves a tail that belongs to nobody. With the budget
 auto half of these totals are ones that have a graph, if any has. Listed before the scripted drafter, which sees nothing
 of it but rounds without drafts.
@@ -44,8 +44,12 @@ def shapes(seed: int, decided):
         bs, kind = len(batch.seq_lens), rng.random()
         if kind < 0.2:
             return "plain"
-        if kind < 0.3:
+        if kind < 0.25:
             return None
+        if kind < 0.3:
+            from sglang.srt.speculative.ddtree_round import Uniform
+
+            return Uniform(rng.randint(1, worker.config.verify_width))
         most = bs * worker.config.verify_width + 3
         captured = [] if worker._auto is None else [total for total in worker._auto.buckets if bs <= total <= most]
         if captured and rng.random() < 0.5:

@@ -38,6 +38,17 @@ SERVERS = {
     "tree-eager": (*TREE, "--disable-cuda-graph", "--disable-overlap-schedule"),
     "tree-lazy": (*TREE, "--mamba-radix-cache-strategy", "extra_buffer_lazy"),
 }
+# Rounds of 1, 4, 8 or 16 nodes for every request: as decided, or another number every round.
+AUTO = ("--speculative-ddtree-budget", "auto", "--page-size", "16", "--decode-log-interval", "1")
+AUTO_SERVERS = {
+    "auto": (AUTO, {}),
+    "auto-random": (AUTO, {"DDTREE_TEST_ROUNDS": "1"}),
+    "auto-random-lazy": ((*AUTO, "--mamba-radix-cache-strategy", "extra_buffer_lazy"), {"DDTREE_TEST_ROUNDS": "2"}),
+    "auto-random-eager": (
+        ("--speculative-ddtree-budget", "auto", "--disable-cuda-graph", "--disable-overlap-schedule"),
+        {"DDTREE_TEST_ROUNDS": "3"},
+    ),
+}
 # Three are padded to a captured batch of four; the last is longer than two chunks of a prompt's recurrence.
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"0123456789 " * 12)]
 LENGTH = 41
@@ -50,6 +61,10 @@ class Hybrid(Pair):
 
     def named(self, name: str) -> Server:
         return self.server(name, *SERVERS[name])
+
+    def auto(self, name: str) -> Server:
+        flags, env = AUTO_SERVERS[name]
+        return self.server(name, *flags, env={"SGLANG_DDTREE_CACHE_DIR": str(self.folder / "costs"), **env})
 
     def continuations(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy token ids without speculation, from a cold prefix cache; a round's worth more than asked for."""
@@ -203,6 +218,45 @@ def test_a_prefix_hit_restores_the_state_of_its_position(hybrid: Hybrid, name: s
     (answer,) = ask(server, [longer])
     assert answer["output_ids"] == expected[0][:LENGTH] and answer["meta_info"]["cached_tokens"] == 0
     server.assert_pool_empty()
+
+
+@pytest.mark.feature("`--speculative-ddtree-budget auto` with gated delta rule layers (Qwen3.5)", on="gpu")
+@pytest.mark.parametrize("name", AUTO_SERVERS)
+def test_rounds_of_changing_width(hybrid: Hybrid, name: str, said: Callable[[Hybrid], list[list[int]]]) -> None:
+    """A state that a round of one width leaves is where a round of another begins."""
+    server, answers = hybrid.auto(name), said(hybrid)
+    hybrid.script()
+    assert output_ids(ask(server, PROMPTS)) == firsts(answers, LENGTH), "the drafter's own trees"
+    for what, (ranks, _) in ROUNDS.items():
+        hybrid.follow(PROMPTS, answers, ranks)
+        for _ in range(2):
+            assert output_ids(ask(server, PROMPTS)) == firsts(answers, LENGTH), what
+    prompts = [list(b"request %d " % i * (1 + 3 * (i % 4))) for i in range(16)]
+    lengths = [5 + 7 * (i % 6) for i in range(16)]
+    known = hybrid.continuations(prompts, max(lengths))
+    hybrid.follow(prompts, known, SIDE)
+    params = [dict(temperature=0, ignore_eos=True, max_new_tokens=length) for length in lengths]
+    for chosen in (slice(0, 8), slice(0, 16)):
+        body = {"input_ids": prompts[chosen], "sampling_params": params[chosen]}
+        expected = [answer[:length] for answer, length in zip(known[chosen], lengths[chosen], strict=True)]
+        assert output_ids(server.post("/generate", body)) == expected
+    # Of a place within an answer that rounds of several widths committed.
+    longer = [*PROMPTS[0], *answers[0][:LENGTH], *b" and on"]
+    (expected,) = hybrid.continuations([longer], LENGTH)
+    hybrid.follow([longer], [expected], SIDE)
+    for _ in ("cold", "warm"):
+        assert output_ids(ask(server, [longer])) == [expected[:LENGTH]]
+    sampled = server.generate(PROMPTS, temperature=0.8, top_p=0.9, max_new_tokens=30, ignore_eos=True)
+    assert all(len(ids) == 30 for ids in output_ids(sampled))
+    server.assert_pool_empty()
+    log = (hybrid.folder / f"{name}.log").read_text()
+    if "random" in name:
+        assert all(f"a round verifies {nodes} nodes per request" in log for nodes in (1, 4, 8, 16))
+    if "eager" not in name:
+        assert "the target verifies 1, 4, 8, 16 nodes per request from CUDA graphs" in log
+        assert "ms per round by requests and verify tokens" in log or "cost table from" in log
+        assert "cuda graph: True" in log and "cuda graph: False" not in log
+    hybrid.stop(name)
 
 
 @pytest.mark.feature("hybrid targets with gated delta rule layers (Qwen3.5)", on="gpu")
