@@ -1,12 +1,12 @@
 """A test-only SGLang plugin: every round verifies another number of tokens, with DDTREE_TEST_ROUNDS set to a seed.
 
-A fifth of the rounds are plain, a tenth uniform, half of them with another number of nodes, and the others share a random total among their requests: from one
-node each to whole trees, and some more than there can be, which leaves a tail that belongs to nobody. With the budget
-auto half of these totals are ones that have a graph, if any has. Listed before the scripted drafter, which sees nothing
-of it but rounds without drafts.
+A fifth of the rounds are plain, a tenth uniform, half of them with another number of nodes, and the others share a
+random total among their requests: from one node each to whole trees, and some more than there can be, which leaves a
+tail that belongs to nobody. With the budget auto half of these totals are ones that have a graph, if any has. Listed
+before the scripted drafter, which sees nothing of it but rounds without drafts.
 
-Where the budget auto is uniform, rounds have a random one of its widths instead; half of them are learnt from, as if they
-had been decided. DDTREE_TEST_UNIFORM=1 makes it uniform on any target: without a GPU there is none that needs it.
+Where the budget auto is uniform, rounds have a random one of its widths instead; half of them are learnt from, as if
+they had been decided. DDTREE_TEST_UNIFORM=1 makes it uniform on any target: without a GPU there is none that needs it.
 
 The positions that are drafted change as well, among the widths that the worker has. With DDTREE_TEST_DRAFT_WIDTH, and
 with or without a seed, every round drafts so many. The log says once of each width that it was drafted.

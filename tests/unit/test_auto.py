@@ -34,10 +34,12 @@ from sglang.srt.speculative.ddtree_auto import (  # noqa: E402
     draft_widths,
     identity_of,
     measure_costs,
+    measure_uniform_costs,
     most_tokens,
     request_classes,
     request_grid,
     token_buckets,
+    uniform_widths,
 )
 from sglang.srt.speculative.ddtree_cost import CostTable  # noqa: E402
 from sglang.srt.speculative.ddtree_gain import GRID, PRIOR  # noqa: E402
@@ -313,6 +315,55 @@ def test_a_plain_round_kept_has_its_own_requests():
     ]
 
 
+def test_a_uniform_round_kept_has_as_many_nodes_for_its_own_requests():
+    config = replace(CONFIG, budget=15)
+    auto = AutoBudget(config, buckets=BUCKETS, widths=(4, 8, 16), every=4)
+    rounds = [auto.begin_round(requests) for requests in (32, 31, 35, 40)]
+    assert [(run.tokens, run.nodes, run.fresh) for run in rounds] == [
+        (512, 16, True),
+        (496, 16, False),
+        (560, 16, False),
+        (640, 16, True),
+    ]
+    other = AutoBudget(config, buckets=BUCKETS, widths=(4, 8, 16), decide=lambda own: (16, 4 * 32, 0))
+    assert other.begin_round(32).nodes == 4
+
+
+@pytest.mark.parametrize(
+    "most, widths",
+    [(1, (1, 2)), (3, (1, 4)), (15, (1, 4, 8, 16)), (20, (1, 4, 8, 16, 21)), (63, (1, 4, 8, 16, 32, 64))],
+)
+def test_widths_of_uniform_rounds(most: int, widths: tuple[int, ...]):
+    assert uniform_widths(most) == widths
+
+
+def test_uniform_rounds_are_timed_by_requests_and_nodes():
+    asked = []
+
+    def verify(nodes: int) -> Callable[[int], float]:
+        def time(requests: int) -> float:
+            asked.append((nodes, requests))
+            return 0.004 + 1e-5 * nodes * requests
+
+        return time
+
+    made = measure_uniform_costs(
+        {16: lambda requests: 0.002 + 1e-4 * requests}, {n: verify(n) for n in (1, 4, 16)}, (1, 2, 8), {"model": "m"}
+    )
+    assert made.draft_widths == (16,) and made.identity == {"model": "m"}
+    assert made.plain_seconds(8) == pytest.approx(0.004 + 8e-5)
+    # Between measured numbers of requests at equal nodes for each.
+    for requests in (1, 2, 5, 8):
+        expected = 0.006 + 1e-4 * requests + 1e-5 * 16 * requests
+        assert float(made.seconds(16, requests, 16 * requests)) == pytest.approx(expected)
+    # Everything twice.
+    assert sorted(asked) == sorted(2 * [(nodes, requests) for nodes in (1, 4, 16) for requests in (1, 2, 8)])
+    host = measure_uniform_costs(
+        {16: lambda requests: 0.001}, {1: verify(1), 4: verify(4)}, (1,), {}, host_drafted=0.02, host_plain=0.01
+    )
+    assert (float(host.seconds(16, 1, 4)), host.plain_seconds(1)) == (0.02, 0.01)
+
+
 def test_a_decision_is_not_kept_for_more_requests_than_its_tokens():
     auto = AutoBudget(CONFIG, buckets=BUCKETS, decide=lambda own: (16, 64, 0), every=4)
     assert auto.begin_round(60).fresh and not auto.begin_round(64).fresh
@@ -539,6 +590,21 @@ def test_a_plain_round_tells_no_gain():
     assert auto.policy.gain.at(1, np.array(GRID), 16).tolist() == before
 
 
+def test_a_uniform_round_tells_what_each_place_is_worth():
+    auto = AutoBudget(replace(CONFIG, budget=15), buckets=BUCKETS, widths=(4, 8, 16))
+    run = auto.begin_round(3)
+    assert (run.tokens, run.nodes) == (48, 16)
+    before = float(auto.policy.gain.at(3, 21, 16))
+    worth = [3.0] * 7 + [0.0] * 8
+    report = auto.end_round(run, None, [7.0] * 3, [7, 6, 7], ["greedy"] * 3, worth)
+    assert (report.expected, report.committed) == (24, 23)
+    assert before < float(auto.policy.gain.at(3, 21, 16)) <= 21
+    # Seven nodes are all that is worth something.
+    for _ in range(200):
+        auto.end_round(run, None, [7.0] * 3, [7, 7, 7], ["greedy"] * 3, worth)
+    assert auto.policy.gain.at(3, np.array([9, 21, 45]), 16).tolist() == pytest.approx([9, 21, 21], rel=0.05)
+
+
 def test_lists_of_unequal_length_are_a_mistake():
     auto = AutoBudget(CONFIG, buckets=BUCKETS)
     run = auto.begin_round(2)
@@ -620,6 +686,19 @@ def test_a_result_brings_its_numbers_back_and_they_are_shown():
     processor.metrics_reporter.current_scheduler_metrics_enabled = False
     metrics.count_rounds(processor, drafted, batch)
     assert value("auto_verify_tokens_count") == 2 and auto.totals.rounds == 3
+    learnt = float(auto.policy.gain.at(2, 126, 16))
+    uniform = DDTreeBatchResult(
+        logits_output=SimpleNamespace(hidden_states=None),
+        copy_done=SimpleNamespace(record=lambda: None),
+        next_token_ids=torch.zeros(2, dtype=torch.int64),
+        round_stats=torch.tensor([[2, 16, 7, 0], [1, 16, 7, 0]]),
+        auto_round=run,
+        expected=torch.tensor([2.5, 1.5]),
+        worth=torch.full((63,), 2.0),
+    )
+    uniform.copy_to_cpu(return_logprob=False)
+    metrics.count_rounds(processor, uniform, batch)
+    assert auto.totals.rounds == 4 and float(auto.policy.gain.at(2, 126, 16)) > learnt
     processor.metrics_reporter.current_scheduler_metrics_enabled = True
     short = AutoBudget(CONFIG, buckets=BUCKETS, draft_widths=(8, 16), cost=two_widths(0.0, 1e-4)).begin_round(64)
     result = DDTreeBatchResult(round_stats=torch.tensor([[2, 16, 7, 0]] * 64), auto_round=short)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -268,6 +269,7 @@ def test_half_a_draft_needs_memory_for_its_graphs(free: float, monkeypatch, capl
 
     worker = worker_of(auto=True, device="cuda", gpu_id=3, draft_model_runner=runner, ps=SimpleNamespace(tp_rank=0))
     worker._draft_tail, worker._draft_pass = lambda width: tail, draft_pass
+    worker._free_gb = lambda: worker.of("_free_gb")
     found = worker.of("_capture_narrow_draft", 8)
     assert asked == [("cuda", 3, True, "group")]
     if free < 2:
@@ -279,6 +281,49 @@ def test_half_a_draft_needs_memory_for_its_graphs(free: float, monkeypatch, capl
     # Its own tail, and nothing of the whole block's.
     (hook,) = found[1].captured_with[1]
     assert runner.ran[0][2] is found[1] and hook is not None
+
+
+@pytest.mark.parametrize("free", [1.9, 2.1])
+def test_the_target_has_graphs_of_every_uniform_width_or_does_not_start(free: float, monkeypatch):
+    from sglang.srt.speculative import ddtree_worker
+
+    monkeypatch.setattr(ddtree_worker, "DDTreeVerifyGraphRunner", Graphs)
+    runner = ModelRunner()
+    target = SimpleNamespace(model_runner=runner)
+    worker = worker_of(auto=True, target_worker=target, ps=SimpleNamespace(tp_rank=0), _free_gb=lambda: free)
+    worker.config = dataclasses.replace(worker.config, budget=15, uniform=True)
+    worker._target_graphs = lambda: runner.decode_cuda_graph_runner
+    if free < 2:
+        with pytest.raises(
+            RuntimeError, match="graphs of the target for 8 nodes per request, and only 1.90 GB"
+        ) as error:
+            worker.of("_capture_uniform")
+        assert "--speculative-ddtree-max-budget (now 15)" in str(error.value)
+        return
+    worker.of("_capture_uniform")
+    # From the widest down, each with what is captured behind the target's own.
+    assert list(worker._uniform) == [8, 4, 1]
+    for nodes, captured in worker._uniform.items():
+        assert captured.graphs.captured_req_width == nodes and captured.graphs.captured_with[1] == ["own hook"]
+        with captured.in_place():
+            assert runner.decode_cuda_graph_runner is captured.graphs and runner.attn_backend is captured.backend
+        assert runner.attn_backend.name == "own"
+    # New graphs of the target bring new ones of every width, and only they.
+    before, renew = dict(worker._uniform), []
+    worker._commit_graphs, worker._capture_uniform = None, lambda: renew.append("anew")
+    worker.of("_renew_commits")
+    assert not renew and worker._uniform == before
+    runner.decode_cuda_graph_runner = Graphs(runner)
+    worker.of("_renew_commits")
+    assert renew == ["anew"]
+
+
+def test_a_budget_that_is_a_number_has_no_other_graphs_of_the_target():
+    runner = ModelRunner()
+    worker = worker_of(auto=True, target_worker=SimpleNamespace(model_runner=runner), _uniform_of=None)
+    worker._target_graphs = lambda: runner.decode_cuda_graph_runner
+    worker.of("_capture_uniform")
+    assert worker._uniform == {} and worker._uniform_of is None
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])

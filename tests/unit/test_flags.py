@@ -65,7 +65,7 @@ def test_help_shows_the_flags(capsys):
     for flag in (f"{BUDGET} B", f"{MOST} M", f"{CAP} K", SHADOW, UNSAFE):
         assert flag in text
     assert "1 to 256, or auto" in text and f"Default {flags.DEFAULT_BUDGET}." in text
-    assert "1 to 63, default 63." in text and "Default 8." in text
+    assert "1 to 63, default 63, and 15 on a target" in text and "Default 8." in text
 
 
 def test_defaults(parse, build):
@@ -154,6 +154,8 @@ def test_auto_in_all_three_ways(parse, build, tmp_path):
     given = dict(speculative_ddtree_budget="auto", speculative_ddtree_max_budget=7)
     assert auto_values(build(**given)) == (True, 7, 7)
     assert auto_values(parse(BUDGET, "63")) == (False, 63, 8)
+    # Whether the largest budget is a wish: on a target with recurrent layers its default is another.
+    assert [config_of(parse(BUDGET, "auto", *more)).most_given for more in ((), (MOST, "63"))] == [False, True]
 
 
 def test_sizes_hold_for_the_widest_tree(parse):

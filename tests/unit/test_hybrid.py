@@ -112,6 +112,11 @@ def test_one_state_less_names_a_budget_that_fits(monkeypatch):
         size(monkeypatch, configurator(8, budget=14), 2 * 159)
 
 
+def test_under_auto_it_is_the_largest_budget_that_is_named(monkeypatch):
+    with pytest.raises(FlagError, match="--speculative-ddtree-max-budget 14 would fit; or lower"):
+        size(monkeypatch, configurator(8, auto=True, uniform=True), 2 * 168)
+
+
 def test_a_number_that_nobody_asked_for_is_lowered_as_sglang_does(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     size(monkeypatch, configurator(48, given=False), 2 * 169)

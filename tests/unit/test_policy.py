@@ -55,6 +55,21 @@ def test_the_delivered_vector_is_the_sum_of_the_best_nodes(requests, max_nodes, 
         assert got * requests == pytest.approx(expected)
 
 
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_requests_of_equally_many_nodes_take_their_own_best(requests, max_nodes, seed):
+    probabilities = np.random.default_rng(seed).random((requests, max_nodes))
+    best = [sorted(row, reverse=True) for row in probabilities.tolist()]
+    worth = [sum(row[place] for row in best) for place in range(max_nodes)]
+    points = gain.grid(max_nodes)
+    uniform = gain.uniform_gain(np.array(worth), points, requests)
+    for point, got in zip(points, uniform, strict=True):
+        whole = int(point)
+        rest = sum(row[whole] for row in best) * (point - whole) if point > whole else 0.0
+        assert got * requests == pytest.approx(sum(sum(row[:whole]) for row in best) + rest)
+    # Sharing the nodes is never worse.
+    assert (uniform <= gain.gain_vector(probabilities, points) + 1e-9).all()
+
+
 def test_the_grid_ends_at_the_largest_tree():
     assert gain.grid(63).tolist() == list(gain.GRID)
     assert gain.grid(10).tolist() == [0, 0.25, 0.5, 1, 2, 3, 5, 7, 10]
@@ -408,6 +423,50 @@ def test_the_current_choice_holds_within_its_margin_alone():
     assert at(1.004, sixty_four).tokens == 64 and at(1.02, sixteen).tokens == 64
     # A gain cannot fall, so that equal rates are the least: the current one stays either way.
     assert at(1.0, sixteen).tokens == 16 and at(1.0, sixty_four).tokens == 64
+
+
+WIDTHS = (4, 8, 16)
+
+
+def uniform_policy(t, widths=WIDTHS, **others):
+    return policy.Policy(gain.GainCurve(15, (16,)), t, calibration.Calibration(), (), widths=widths, **others)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3, 7, 8, 12, 64, 100])
+def test_uniform_rounds_have_as_many_nodes_for_every_request(requests):
+    chosen = set()
+    for per_token in (0.0, 2e-5, 1e-4, 1e-3):
+        of = uniform_policy(table(per_token=per_token))
+        for _ in range(40):
+            choice = of.next_round(requests)
+            nodes = choice.tokens // requests
+            chosen.add(nodes)
+            assert choice.tokens == requests * nodes and choice.nodes == requests * (nodes - 1)
+            assert nodes in WIDTHS if choice.draft_width else nodes == 1
+            if not choice.probe:
+                rates = [
+                    policy.choose(requests, of.gain, of.cost, (requests * width,), plain=False).rate for width in WIDTHS
+                ]
+                margins = (1 + policy.DEFAULT.mode_margin) * (1 + policy.DEFAULT.bucket_margin)
+                assert choice.rate * margins >= max(rates)
+    assert len(chosen) > 1
+
+
+def test_a_uniform_choice_holds_when_requests_join():
+    """Eight nodes are hardly better than sixteen, or the reverse: it stays as it was, for any number of requests."""
+    widths = (8, 16)
+    for held in widths:
+        of = uniform_policy(table(), widths, plain=False)
+        worth = np.interp(of.gain.points, [0, 7, 15], [0.0, 2.0, 2.0 + (0.003 if held == 8 else 0.0)])
+        of.gain = gain.GainCurve(15, (16,), prior_weight=1e-30)
+        of.gain.observe(1, {16: worth})
+        of.current = policy.Choice(16, 4 * held, 4 * (held - 1), 12.0, 0.006)
+        assert [of.next_round(requests).tokens for requests in (4, 5, 3, 9)] == [held * r for r in (4, 5, 3, 9)]
+
+
+def test_without_times_uniform_rounds_have_the_default_budget():
+    of = uniform_policy(None)
+    assert [of.next_round(requests).tokens for requests in (1, 5, 300)] == [16, 80, 4800]
 
 
 # --- Round after round.

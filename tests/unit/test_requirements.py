@@ -630,16 +630,33 @@ def test_auto_needs_graphs_that_hold_any_batch(field, monkeypatch):
     assert requirements.settle_auto_by_fields(by_default, fields) == DDTreeConfig()
 
 
-def test_auto_needs_a_target_without_recurrent_layers():
-    arguments = SimpleNamespace(model_path="org/target")
-    hybrid_target, number = model_config(configs.Qwen3_5Config()), DDTreeConfig(allow_hybrid_unsafe=True)
-    assert requirements.settle_auto_by_target(AUTO, arguments, model_config(Qwen3Config())) is AUTO
-    assert requirements.settle_auto_by_target(number, arguments, hybrid_target) is number
-    asked = dataclasses.replace(number, auto=True)
-    with pytest.raises(FlagError, match="budget auto here: the target org/target has recurrent layers"):
-        requirements.settle_auto_by_target(asked, arguments, hybrid_target)
-    by_default = dataclasses.replace(asked, budget=63, auto_by_default=True)
-    assert requirements.settle_auto_by_target(by_default, arguments, hybrid_target) == number
+def settle(config, target):
+    return requirements.settle_auto_by_target(config, SimpleNamespace(model_path="org/target"), model_config(target))
+
+
+@pytest.mark.parametrize("target", [configs.Qwen3_5Config, configs.Qwen3NextConfig])
+def test_auto_is_uniform_with_gdn_layers(target):
+    number = DDTreeConfig()
+    assert settle(AUTO, Qwen3Config()) is AUTO and AUTO.packed
+    assert settle(number, target()) is number
+    # What was asked for stays; a default is less, since every node of every request has states.
+    asked = settle(AUTO, target())
+    assert (asked.uniform, asked.budget, asked.packed) == (True, 63, False)
+    assert settle(dataclasses.replace(AUTO, most_given=False), target()).budget == 15
+    # By itself it is not chosen there.
+    by_default = dataclasses.replace(AUTO, auto_by_default=True, most_given=False)
+    assert settle(by_default, target()) == number
+
+
+@pytest.mark.parametrize("kind", [hybrid.MAMBA2, hybrid.SEQUENTIAL_MAMBA2, hybrid.DYNAMIC_GDN, hybrid.KDA], ids=str)
+def test_auto_needs_states_that_the_commit_finds_at_any_width(kind, monkeypatch):
+    """Mamba2's kernel lays a narrow round's states out where the commit does not look; of others nothing is known."""
+    monkeypatch.setattr(hybrid, "recurrent_layers", lambda target: kind)
+    unsafe, target = dataclasses.replace(AUTO, allow_hybrid_unsafe=True), Qwen3Config
+    with pytest.raises(FlagError, match="budget auto here: the target org/target has recurrent layers of type"):
+        settle(unsafe, target())
+    number = DDTreeConfig(allow_hybrid_unsafe=True)
+    assert settle(dataclasses.replace(unsafe, auto_by_default=True), target()) == number
 
 
 def test_what_a_server_says_of_auto():
@@ -647,4 +664,4 @@ def test_what_a_server_says_of_auto():
     assert (described["budget"], described["max_budget"], described["verify_width"]) == ("auto", 31, 32)
     fixed = describe(model_config(Qwen3Config()), budget=31)
     assert fixed["budget"] == 31 and set(fixed) == set(described) - {"max_budget"}
-    assert "auto" not in fixed and "auto_by_default" not in described
+    assert not {"auto", "auto_by_default", "uniform", "most_given"} & set(described)

@@ -1,5 +1,7 @@
 """Pieces of the worker that only a GPU server would reach otherwise, against stand-ins."""
 
+import math
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +21,12 @@ from sglang.srt.layers.attention.triton_tree_backend import (  # noqa: E402
 )
 from sglang.srt.speculative import ddtree_graph_runner, ddtree_simulation  # noqa: E402
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner  # noqa: E402
-from sglang.srt.speculative.ddtree_round import TorchRound, root_trees  # noqa: E402
+from sglang.srt.speculative.ddtree_round import (  # noqa: E402
+    TorchRound,
+    Uniform,
+    node_worth,
+    root_trees,
+)
 from sglang.srt.speculative.ddtree_worker import DDTreeWorker  # noqa: E402
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2  # noqa: E402
 
@@ -275,7 +282,65 @@ def test_a_round_is_decided_by_load_and_context(monkeypatch):
     batch = SimpleNamespace(seq_lens=torch.zeros(2), seq_lens_cpu=torch.tensor([100, 7]), reqs=[req, req])
     worker = object.__new__(DDTreeWorker)
     worker._auto = SimpleNamespace(begin_round=begin_round)
+    worker.config = DDTreeConfig(budget=15, block_size=8, auto=True)
     assert worker._shape_of_round(batch) == 16 and told == [(2, 107, {"greedy": 2})]
+
+
+def test_a_round_of_a_hybrid_target_is_uniform() -> None:
+    batch = SimpleNamespace(seq_lens=torch.zeros(2), reqs=[])
+    worker = object.__new__(DDTreeWorker)
+    worker.config = DDTreeConfig(budget=15, block_size=8, auto=True, uniform=True)
+    for plain, nodes in ((False, 8), (True, 1)):
+        decided = SimpleNamespace(plain=plain, tokens=2 * nodes, nodes=nodes)
+        worker._auto = SimpleNamespace(begin_round=lambda *args, decided=decided: decided)
+        assert worker._shape_of_round(batch) == Uniform(nodes)
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 16])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_uniform_round_builds_verifies_and_tells(nodes: int, fresh: bool) -> None:
+    """A tree of the nodes that are verified, in the target's backend of that width; what it tells is of all nodes."""
+    bs, config = 3, DDTreeConfig(budget=15, block_size=8, topk_cap=4, auto=True, uniform=True)
+    logprobs = torch.rand(bs, 7, 4).neg().sort(-1, descending=True).values
+    ids = torch.arange(4).repeat(bs, 7, 1)
+    batch = SimpleNamespace(seq_lens=torch.tensor([5, 6, 7]))
+    verified, entered = [], []
+
+    @contextmanager
+    def in_place():
+        entered.append(nodes)
+        yield
+        entered.append("left")
+
+    def verify(batch, tree, shadow, on_publish, grammar_barrier, told):
+        verified.append((tree, told, list(entered)))
+
+    worker = object.__new__(DDTreeWorker)
+    worker.config, worker._round = config, TorchRound()
+    worker._auto_round = SimpleNamespace(fresh=fresh, draft_width=8)
+    worker._uniform = {width: SimpleNamespace(in_place=in_place) for width in (1, 4)}
+    worker._draft = lambda batch, bonus, width: (ids, logprobs)
+    worker._verify = verify
+    worker._verify_uniform(batch, torch.tensor([7, 8, 9]), nodes, None, None)
+    ((tree, told, before),) = verified
+    assert tree.tree.tokens.shape == (bs, nodes) and tree.tree.tokens[:, 0].tolist() == [7, 8, 9]
+    # The widest trees are the model runner's own.
+    assert before == ([] if nodes == 16 else [nodes]) and entered == ([] if nodes == 16 else [nodes, "left"])
+    if nodes == 1 or not fresh:
+        assert told is None
+        return
+    whole = TorchRound().build(torch.tensor([7, 8, 9]), ids, logprobs, 15, batch.seq_lens).tree
+    assert torch.equal(whole.tokens[:, :nodes], tree.tree.tokens)
+    assert torch.allclose(told["worth"], whole.scores[:, 1:].exp().sum(0))
+    assert torch.allclose(told["expected"], whole.scores[:, 1:nodes].exp().sum(1))
+
+
+def test_places_without_a_node_are_worth_nothing() -> None:
+    ids, logprobs = torch.zeros((1, 2, 1), dtype=torch.int64), torch.full((1, 2, 1), -1.0)
+    tree = TorchRound().build(torch.tensor([7]), ids, logprobs, 5, torch.tensor([3])).tree
+    worth, expected = node_worth(tree, 6)
+    one, two = math.exp(-1), math.exp(-2)
+    assert worth.tolist() == pytest.approx([one, two, 0, 0, 0]) and expected.tolist() == pytest.approx([one + two])
 
 
 def capture(monkeypatch: pytest.MonkeyPatch, shadow: bool, bits: bool):
@@ -296,6 +361,17 @@ def test_graphs_are_captured_with_a_tree(monkeypatch: pytest.MonkeyPatch, bits: 
     assert info.topk == 2
     assert info.custom_mask is (None if bits else mask)
     assert info.ancestor_bits.shape == (1, 71, 2)
+
+
+def test_graphs_of_another_width_are_captured_as_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddtree_graph_runner, "reads_ancestor_bits", lambda backend: True)
+    config = DDTreeConfig(budget=15, block_size=8, auto=True, uniform=True)
+    runner = object.__new__(DDTreeVerifyGraphRunner)
+    runner.model_runner = SimpleNamespace(server_args=SimpleNamespace(_ddtree_config=config))
+    runner.attn_backend, runner.device, runner.captured_req_width = None, "cpu", 4
+    assert not runner.ragged_verify_mode
+    info = runner.get_spec_info(4 * 2)
+    assert info.draft_token_num == info.num_tokens_per_req == 4 and info.ancestor_bits.shape == (1, 4, 1)
 
 
 @pytest.mark.parametrize("bits", [False, True])

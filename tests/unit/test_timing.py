@@ -172,6 +172,21 @@ def test_a_width_is_timed_by_the_graphs_that_it_has(device: Device) -> None:
     assert {r for r, _, _ in made.to_json()["drafted"]["8"]} == {1, 2, 3}
 
 
+def test_uniform_rounds_are_timed_by_the_graphs_of_every_width(device: Device) -> None:
+    server = Server(context=40_000, slots=50_000, rows=20)
+    drafter = Runner(device, [1, 4, 8], 8, 0.002, 1e-6, server, slope=3e-9)
+    targets = {nodes: Runner(device, [1, 4, 8], nodes, 0.004, 1e-5, server, slope=5e-8) for nodes in (1, 4, 16)}
+    made = ddtree_timing.measure_uniform(drafters={8: drafter}, targets=targets, identity={"model": "m"}).to_json()
+    cells = {(r, t): s for r, t, s in made["drafted"]["8"]}
+    # Two requests take the graphs of four.
+    assert set(cells) == {(r, r * nodes) for r in (1, 2, 4, 8) for nodes in (4, 16)}
+    assert cells[2, 32] == pytest.approx(0.002 + 32e-6 + 0.004 + 64e-5)
+    assert dict(made["plain"])[8] == pytest.approx(0.004 + 8e-5)
+    assert {total for _, total in targets[16].asked} <= {16, 64, 128, 6 * 16}
+    # A plain round reads the target's contexts alone.
+    assert {int(width): slope for width, slope in made["context"].items()} == pytest.approx({0: 5e-8, 8: 5e-8 + 3e-9})
+
+
 # --- What longer contexts cost.
 
 
