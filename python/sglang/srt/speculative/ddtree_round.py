@@ -4,8 +4,8 @@ Both give the same trees and the same commits, bit for bit (`tests/unit/test_ddt
 `tests/unit/test_ragged_kernels.py`), and neither waits for the device.
 
 A round is uniform, N nodes for every request, which may be another N in every round; or packed: one number of verify
-tokens T for the whole batch, which the likeliest nodes of all requests share (`ddtree_ragged`), and of trees that differ
-in size no padding is verified.
+tokens T for the whole batch, which the likeliest nodes of all requests share (`ddtree_ragged`), and of trees that
+differ in size no padding is verified.
 """
 
 from __future__ import annotations

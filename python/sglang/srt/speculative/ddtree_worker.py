@@ -258,8 +258,8 @@ class DDTreeWorker(DFlashWorkerV2):
                 raise RuntimeError(
                     f"DDTREE: {flag_name('budget')} {AUTO} needs graphs of the target for {nodes} nodes per request, "
                     f"and only {free:.2f} GB of GPU memory are free, of {_UNIFORM_GB:g}. Lower --mem-fraction-static, "
-                    f"--cuda-graph-max-bs or {flag_name('max_budget')} (now {self.config.budget}), or give a number, "
-                    f"e.g. {flag_name('budget')} {FIXED_BUDGET}."
+                    f"--cuda-graph-max-bs-decode or {flag_name('max_budget')} (now {self.config.budget}), or give a "
+                    f"number, e.g. {flag_name('budget')} {FIXED_BUDGET}."
                 )
             self._uniform[nodes] = capture_width(model_runner, nodes, model_runner.capture_tail_hooks)
         if self.ps.tp_rank == 0:
