@@ -822,8 +822,13 @@ def test_what_other_work_added_to_a_time_is_not_believed(seed):
     def draft(load: int) -> float:
         return 0.001 + 5e-5 * load
 
+    def slowed(seconds: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda size: seconds(size) * (1 + rng.random() / 20)
+
+    quiet, busy = (measure_costs({16: w(draft)}, w(verify), LOADS, totals, {}) for w in (slowed, disturbed))
+    assert quiet.quiet and not busy.quiet
     clean = measure_costs({16: draft}, verify, LOADS, totals, {}).to_json()["drafted"]["16"]
-    made = measure_costs({16: disturbed(draft)}, disturbed(verify), LOADS, totals, {}).to_json()["drafted"]["16"]
+    made = busy.to_json()["drafted"]["16"]
     ratios = [got / true for (_, _, got), (_, _, true) in zip(made, clean, strict=True)]
     assert min(ratios) > 0.999
     # Both times of a size were disturbed now and then, but then a larger one's bounds it.

@@ -316,6 +316,14 @@ def test_bytes_that_are_no_text_are_corrupt(tmp_path, caplog):
     assert "cannot be read" in caplog.text
 
 
+def test_what_a_busy_device_took_is_served_and_not_kept(tmp_path, caplog):
+    path = tmp_path / "table.json"
+    measured = table()
+    measured.quiet = False
+    assert cost.load_or_measure(path, ME, lambda: measured) is measured
+    assert not path.exists() and "something else ran" in caplog.text
+
+
 def test_a_disk_that_cannot_be_written_costs_the_cache_alone(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     measured = table()

@@ -46,6 +46,8 @@ _SAME_LOAD = 0.125
 # The most verify tokens of a round, whatever the requests; for many requests, per request, and where that ends.
 _MOST_TOKENS, _TOKENS_PER_REQUEST, _MANY_TOKENS = 1024, 16, 2048
 _LEAST_WIDTH = 4
+# Two measurements of the same are the same within this factor where nothing else runs.
+_SAME_TIME = 1.1
 # Nodes per request of uniform rounds: each costs graphs, and memory for them.
 _UNIFORM_WIDTHS = (1, 4, 8, 16, 32, 64)
 
@@ -490,16 +492,29 @@ class _Memo:
             self.seen[number] = float(self.measure(number))
         return self.seen[number]
 
-    def settle(self) -> None:
+    def settle(self) -> list[float]:
         """Measure all once more, and keep what whatever else ran meanwhile did not add.
 
         Other work on the device or the host only ever makes a time longer, so the shorter one is the truer; and where a
         larger size took less than a smaller one, the smaller one cannot truly take more.
+
+        Returns:
+            By size, the longer of both times over the shorter.
         """
-        least = math.inf
+        least, apart = math.inf, []
         for number in sorted(self.seen, reverse=True):
-            least = min(least, self.seen[number], float(self.measure(number)))
+            first, second = self.seen[number], float(self.measure(number))
+            apart.append(max(first, second) / min(first, second) if first > 0 and second > 0 else math.inf)
+            least = min(least, first, second)
             self.seen[number] = least
+        return apart
+
+
+def _settled(parts: Iterable[_Memo]) -> bool:
+    """Measure all parts once more; whether nearly all times were the same again, as on a device that does nothing else."""
+    apart = sorted(ratio for part in parts for ratio in part.settle())
+    # The first few may see a clock that is still rising.
+    return apart[int(0.85 * (len(apart) - 1))] < _SAME_TIME
 
 
 def measure_costs(
@@ -545,8 +560,7 @@ def measure_costs(
     for draft in drafts.values():
         for load in loads:
             draft(load)
-    for part in (verify, *drafts.values()):
-        part.settle()
+    quiet = _settled((verify, *drafts.values()))
     plain: dict[int, float] = {}
     drafted: dict[int, dict[tuple[int, int], float]] = {width: {} for width in drafts}
     for load in loads:
@@ -556,7 +570,7 @@ def measure_costs(
         for width, draft in drafts.items():
             for tokens in totals[first : last + 1]:
                 drafted[width][load, tokens] = max(draft(load) + verify(tokens), host_drafted)
-    return _told(CostTable(identity, plain, drafted, context, context_base), plain, drafted)
+    return _told(CostTable(identity, plain, drafted, context, context_base, quiet), plain, drafted)
 
 
 def measure_uniform_costs(
@@ -588,8 +602,7 @@ def measure_uniform_costs(
     for part in parts:
         for load in loads:
             part(load)
-    for part in parts:
-        part.settle()
+    quiet = _settled(parts)
     plain = {load: max(verify[1](load), host_plain) for load in loads}
     drafted = {
         width: {
@@ -600,7 +613,7 @@ def measure_uniform_costs(
         }
         for width, draft in drafts.items()
     }
-    return _told(CostTable(identity, plain, drafted, context, context_base), plain, drafted)
+    return _told(CostTable(identity, plain, drafted, context, context_base, quiet), plain, drafted)
 
 
 def _told(

@@ -124,6 +124,7 @@ class CostTable:
         context: draft width (0: plain) to seconds per committed token, summed over requests, that the context adds;
             left out: none. One factor for all of them is corrected while serving.
         context_base: committed tokens per request at which the times were taken.
+        quiet: whether nothing else seems to have run meanwhile; what was measured on a busy device is not kept on disk.
 
     Raises:
         ValueError: a time is not positive and finite, or a key is below 1.
@@ -136,6 +137,7 @@ class CostTable:
         drafted: Mapping[int, Mapping[tuple[int, int], float]],
         context: Mapping[int, float] | None = None,
         context_base: float = 0.0,
+        quiet: bool = True,
     ) -> None:
         for requests, seconds in plain.items():
             _check("plain", [requests], seconds)
@@ -148,7 +150,7 @@ class CostTable:
         if not all(math.isfinite(x) and x >= 0 for x in [*slopes.values(), context_base]):
             raise ValueError(f"context must be finite and not negative, got {slopes} and base {context_base}.")
         self.identity = dict(identity)
-        self.context, self.context_base = slopes, float(context_base)
+        self.context, self.context_base, self.quiet = slopes, float(context_base), quiet
         self._plain = _Row(plain) if plain else None
         self._drafted: dict[int, dict[int, _Row]] = {}
         for width, cells in drafted.items():
@@ -376,8 +378,9 @@ def load_or_measure(
     measure: Callable[[], CostTable],
     agree: Callable[[bool], bool] = bool,
 ) -> CostTable | None:
-    """The table on disk if it is good, else what ``measure`` returns, which is then written there (a disk that cannot
-    be written is logged).
+    """The table on disk if it is good, else what ``measure`` returns, which is then written there.
+
+    Logged: that a table was measured on a busy device, and so is not written, and a disk that cannot be written.
 
     Args:
         path: of `cache_path`.
@@ -397,6 +400,13 @@ def load_or_measure(
         return table
     logger.info("DDTREE: measuring round times.")
     table = measure()
+    if not table.quiet:
+        logger.warning(
+            "DDTREE: round times differed when they were measured again: something else ran on this GPU or its host. "
+            "Serving corrects them, but they are not kept: the next start measures anew. Start it while nothing else "
+            "runs."
+        )
+        return table
     try:
         table.save(path)
     except OSError as error:
