@@ -511,7 +511,7 @@ class _Memo:
 
 
 def _settled(parts: Iterable[_Memo]) -> bool:
-    """Measure all parts once more; whether nearly all times were the same again, as on a device that does nothing else."""
+    """Measure all parts once more; whether nearly all times were the same again, as they are on an idle device."""
     apart = sorted(ratio for part in parts for ratio in part.settle())
     # The first few may see a clock that is still rising.
     return apart[int(0.85 * (len(apart) - 1))] < _SAME_TIME
