@@ -129,17 +129,21 @@ class Server(ServerProcess):
             time.sleep(0.1)
         assert self.used_tokens() == 0, "KV slots leaked"
 
-    def assert_pool_empty(self) -> None:
-        """After the prefix cache is flushed not one slot may be in use."""
+    def flush_cache(self) -> None:
+        """Empty the prefix cache; a request that has just been answered may still be finishing, and it is refused."""
         deadline = time.monotonic() + 30
         while True:
             try:
                 self.post("/flush_cache", {})
-                break
-            except urllib.error.HTTPError:  # refused while requests are finishing
+                return
+            except urllib.error.HTTPError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
+
+    def assert_pool_empty(self) -> None:
+        """After the prefix cache is flushed not one slot may be in use."""
+        self.flush_cache()
         self.assert_slots_are_back()
 
     def client(self) -> Any:

@@ -115,9 +115,9 @@ def test_shared_prefix_twice(pair: Pair) -> None:
     prompts = [prefix + list(b"first"), prefix + list(b"second")]
     params = dict(max_new_tokens=30, ignore_eos=True)
     expected = pair.expected(prompts, **params)
-    plain.post("/flush_cache", {})
+    plain.flush_cache()
     for script in ({}, {"ranks": MIXED}):
-        tree.post("/flush_cache", {})
+        tree.flush_cache()
         pair.script(**script)
         cold = [tree.generate([p], **params)[0] for p in prompts]
         pair.script(**script)
