@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -92,18 +93,17 @@ class ServerProcess:
         )
 
     def stop(self) -> None:
-        """End the whole process group, politely first."""
-        for sign, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-            try:
-                os.killpg(self.process.pid, sign)
-                self.process.wait(patience)
-                break
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        # Children that outlived the leader.
-        try:
+        """Ask the server to end, which lets its requests end first; kill what is left after a while.
+
+        The signal goes to the leader alone: to SGLang a child that ends by itself has crashed, and it writes of that.
+        """
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.kill(self.process.pid, signal.SIGTERM)
+            self.process.wait(15)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the whole process group at once."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        self.process.wait(30)

@@ -123,6 +123,10 @@ class BenchServer(ServerProcess):
             values["PYTHONPATH"] = env["PYTHONPATH"] + os.pathsep + os.environ["PYTHONPATH"]
         super().__init__(command, port, log, env=values)
 
+    def stop(self) -> None:
+        """Kill it, which takes no time, and leaves a GPU's memory to the next one."""
+        self.kill()
+
     def get(self, path: str) -> Any:
         return json.loads(self.text(path))
 
