@@ -11,8 +11,10 @@ Run as a script this is the process that forks: commands are lines of JSON on st
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -46,7 +48,8 @@ class Forked:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = self._parent.ask(poll=self.pid)
+            # A parent that has ended took its forks along.
+            self.returncode = self._parent.ask(poll=self.pid) if self._parent.runs else -signal.SIGKILL
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -65,10 +68,21 @@ class WarmParent:
     def __init__(self, env: dict[str, str]):
         self.env = env
         self._lock = threading.Lock()
+        self._asked = 0
+        # Ctrl-C is this process's to handle.
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+            start_new_session=True,
         )
         atexit.register(self.stop)
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
 
     def stop(self) -> None:
         """Its standard input ends: it kills its forks and ends. So it does when this process is killed."""
@@ -82,11 +96,16 @@ class WarmParent:
     def ask(self, **command: Any) -> Any:
         with self._lock:
             assert self._process.stdin and self._process.stdout
-            self._process.stdin.write(json.dumps(command) + "\n")
+            self._asked += 1
+            self._process.stdin.write(json.dumps([self._asked, command]) + "\n")
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        assert answer, "the process that forks servers has ended"
-        return json.loads(answer)
+            line = self._process.stdout.readline()
+            assert line, "the process that forks servers has ended"
+            number, answer = json.loads(line)
+            # A test that timed out may have left an answer unread.
+            while number < self._asked:
+                number, answer = json.loads(self._process.stdout.readline())
+        return answer
 
     def start(self, args: Sequence[str], env: dict[str, str], log: Path) -> Forked:
         """``python -m sglang.launch_server`` with these arguments, in a process group of its own."""
@@ -103,6 +122,8 @@ def _serve(args: list[str], env: dict[str, str], log: str) -> int:
     for descriptor, copy in ((nothing, 0), (sink, 1), (sink, 2)):
         os.dup2(descriptor, copy)
     os.chdir(os.path.dirname(log))
+    # Forks would all draw the same seeds.
+    random.seed()
     os.environ.clear()
     os.environ.update(env)
     sys.argv = ["launch_server.py", *args]
@@ -137,8 +158,20 @@ def main() -> None:
     multiprocessing.set_start_method = lambda method=None, force=False: choose("fork", force)
 
     codes: dict[int, int | None] = {}
+
+    def end(*_: Any) -> None:
+        for pid, code in codes.items():
+            if code is None:
+                # Both: a fork that has just begun leads no group yet.
+                for kill in (os.killpg, os.kill):
+                    with contextlib.suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
+        # To take down what was imported takes seconds.
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
     for line in sys.stdin:
-        command = json.loads(line)
+        number, command = json.loads(line)
         if "poll" in command:
             pid = command["poll"]
             if codes[pid] is None:
@@ -148,19 +181,16 @@ def main() -> None:
         else:
             answer = os.fork()
             if answer == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 answers.close()
                 code = _serve(**command)
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
             codes[answer] = None
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps([number, answer]) + "\n")
         answers.flush()
-    for pid, code in codes.items():
-        if code is None:
-            os.killpg(pid, signal.SIGKILL)
-    # To take down what was imported takes seconds.
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":

@@ -73,6 +73,14 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._calculate_mamba_ratio": None,
         "sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens": ("self", "req"),
         "sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode": ("server_args",),
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": (
+            "self",
+            "batch",
+            "forward_batch",
+            "is_verify",
+            "capture_hidden_mode",
+        ),
+        "sglang.srt.managers.schedule_batch.ScheduleBatch": ("prefix_lens", "extend_lens"),
         "sglang.srt.managers.schedule_batch.Req.extend_image_inputs": ("self", "image_inputs"),
         "sglang.srt.managers.schedule_batch.Req.update_finish_state": ("self", "new_accepted_len"),
         # Round statistics.

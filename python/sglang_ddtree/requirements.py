@@ -270,7 +270,7 @@ def settle_auto_by_target(config: DDTreeConfig, server_args: Any, target: Any) -
         # Mamba2's kernel lays a round's states out by the round's nodes, SGLang's commit by the pool's.
         return settle_auto(
             config,
-            f"{layers}, whose states are laid out for trees of one size",
+            f"{layers}, which were not shown to follow trees of changing size",
             "Serve a target of attention alone, or with GDN layers",
         )
     if config.auto_by_default:

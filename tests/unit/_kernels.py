@@ -41,7 +41,12 @@ class Interpreter:
     @functools.cache  # noqa: B019  one instance
     def outcome(self) -> tuple[dict[str, tuple[int, int]], str]:
         """By file: tests that passed and tests that did not; and what was printed."""
-        self.process.wait(2400)
+        try:
+            # It began before the first of this process's tests, and a test may take 900 s.
+            self.process.wait(800)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         output = self.output.read_text()[-12_000:]
         assert self.report.exists(), output
         counts: dict[str, tuple[int, int]] = {}

@@ -23,8 +23,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """With this folder's first test begins the process in which Triton interprets, see _kernels.py."""
     import _kernels
 
+    if _kernels.interpreter is not None:
+        return
     files = {other.path for other in item.session.items if interpreted(other)}
-    if files and _kernels.interpreter is None:
+    if files:
         _kernels.interpreter = _kernels.Interpreter(files)
 
 

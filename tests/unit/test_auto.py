@@ -849,18 +849,26 @@ def server_args(**fields: Any) -> SimpleNamespace:
 
 
 def test_what_a_table_holds_for():
-    base = identity_of(server_args(), CONFIG, (1, 2, 4), (8, 16))
+    base = identity_of(server_args(), CONFIG, (1, 2, 4), (8, 16), 64)
     assert (base["model"], base["tp_size"], base["budget"], base["buckets"]) == ("org/target", 2, 63, "1,2,4")
     assert base["torch"] == torch.__version__ and base["sglang"] and base["sglang_ddtree"] and base["gpu"]
     others = [
-        identity_of(server_args(**{name: "other"}), CONFIG, (1, 2, 4), (8, 16))
-        for name in ("model_path", "dtype", "attention_backend", "quantization", "speculative_draft_model_path")
+        identity_of(server_args(**{name: "other"}), CONFIG, (1, 2, 4), (8, 16), 64)
+        for name in (
+            "model_path",
+            "dtype",
+            "attention_backend",
+            "quantization",
+            "mamba_ssm_dtype",
+            "speculative_draft_model_path",
+        )
     ]
     others += [
-        identity_of(server_args(tp_size=1), CONFIG, (1, 2, 4), (8, 16)),
-        identity_of(server_args(), CONFIG, (1, 2, 8), (8, 16)),
-        identity_of(server_args(), CONFIG, (1, 2, 4), (16,)),
-        identity_of(server_args(), DDTreeConfig(budget=31, block_size=16, auto=True), (1, 2, 4), (8, 16)),
+        identity_of(server_args(tp_size=1), CONFIG, (1, 2, 4), (8, 16), 64),
+        identity_of(server_args(), CONFIG, (1, 2, 8), (8, 16), 64),
+        identity_of(server_args(), CONFIG, (1, 2, 4), (16,), 64),
+        identity_of(server_args(), CONFIG, (1, 2, 4), (8, 16), 8),
+        identity_of(server_args(), DDTreeConfig(budget=31, block_size=16, auto=True), (1, 2, 4), (8, 16), 64),
     ]
     paths = {ddtree_cost.cache_path("x", of) for of in [base, *others]}
     assert len(paths) == len(others) + 1
@@ -889,6 +897,12 @@ def test_ranks_measure_together_or_not_at_all(tmp_path):
     assert cost_table({"model": "a"}, table, folder=tmp_path) is not None
     made = []
     assert cost_table({"model": "a"}, lambda: made.append(1) or table(), lambda found: False, tmp_path) and made
+
+
+def test_what_the_first_rank_measured_on_a_busy_device_no_rank_keeps(tmp_path):
+    # This rank's times agreed, the first one's did not.
+    assert cost_table({"model": "a"}, table, lambda so_here: False, tmp_path) is not None
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_margins_are_the_policys():

@@ -335,8 +335,8 @@ def test_auto_and_a_backend_of_one_width(refused: str, monkeypatch: pytest.Monke
     "budget auto with a hybrid target whose recurrent layers are not GDN",
     on="gpu",
     refused="DDTREE does not support --speculative-ddtree-budget auto here: the target org/target has recurrent "
-    "layers of type Mamba2, whose states are laid out for trees of one size. Serve a target of attention alone, or "
-    "with GDN layers, or give a number, e.g. --speculative-ddtree-budget 15.",
+    "layers of type Mamba2, which were not shown to follow trees of changing size. Serve a target of attention alone, "
+    "or with GDN layers, or give a number, e.g. --speculative-ddtree-budget 15.",
 )
 def test_auto_and_a_hybrid_target(refused: str) -> None:
     target, arguments = model_config(configs.NemotronHConfig()), SimpleNamespace(model_path="org/target")

@@ -254,8 +254,8 @@ class AutoBudget:
         plain: whether plain rounds can be run.
         settings: the policy's margins.
         widths: nodes per request of uniform rounds, the root counted, those of plain rounds left out; then the tokens
-            of a decision are as many for every request, and ``buckets`` only say how large they may get. Empty:
-            requests share a round's tokens.
+            of a decision are as many for every request, and ``buckets`` are not looked at. Empty: requests share a
+            round's tokens.
         every: only one round in so many is decided and learnt from, as long as the number of requests stays within an
             eighth of what it was: either takes the host some tenths of a millisecond.
 
@@ -513,8 +513,8 @@ class _Memo:
 def _settled(parts: Iterable[_Memo]) -> bool:
     """Measure all parts once more; whether nearly all times were the same again, as they are on an idle device."""
     apart = sorted(ratio for part in parts for ratio in part.settle())
-    # The first few may see a clock that is still rising.
-    return apart[int(0.85 * (len(apart) - 1))] < _SAME_TIME
+    # One in seven may differ: the first few see a clock that is still rising.
+    return apart[len(apart) - 1 - len(apart) // 7] < _SAME_TIME
 
 
 def measure_costs(
@@ -643,7 +643,7 @@ def log_costs(width: int, plain: Mapping[int, float], drafted: Mapping[tuple[int
 
 
 def identity_of(
-    server_args: Any, config: DDTreeConfig, buckets: Sequence[int], widths: Sequence[int]
+    server_args: Any, config: DDTreeConfig, buckets: Sequence[int], widths: Sequence[int], most_requests: int
 ) -> dict[str, str | int]:
     """What a table of round times holds for, see `ddtree_cost.identity`.
 
@@ -652,6 +652,7 @@ def identity_of(
         config: of the flags.
         buckets: totals of verify tokens.
         widths: block sizes that are drafted.
+        most_requests: that there are times for.
     """
     import torch
     from sglang_ddtree import __version__
@@ -672,12 +673,15 @@ def identity_of(
         kv_cache_dtype=text("kv_cache_dtype"),
         attention_backend=text("attention_backend"),
         draft_attention_backend=text("speculative_draft_attention_backend"),
+        linear_attn_backend=text("linear_attn_backend"),
+        mamba_ssm_dtype=text("mamba_ssm_dtype"),
         disable_cuda_graph=text("disable_cuda_graph"),
         block_size=config.require_block_size(),
         draft_widths=",".join(str(width) for width in widths),
         budget=config.budget,
         topk=config.topk,
         buckets=",".join(str(tokens) for tokens in buckets),
+        most_requests=most_requests,
         sglang=_version("sglang"),
         torch=torch.__version__,
         triton=_version("triton"),

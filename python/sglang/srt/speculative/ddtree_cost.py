@@ -386,8 +386,8 @@ def load_or_measure(
         path: of `cache_path`.
         of: the identity.
         measure: measures.
-        agree: takes whether there is a good table here, and says whether there is one where it counts: ranks that
-            measure together must all measure or none.
+        agree: takes what is so on this rank, a good table on disk or a quiet device, and says what is so where it
+            counts: ranks that measure together must all measure or none.
 
     Returns:
         None only where there is no table here and ``agree`` says that there is one.
@@ -400,7 +400,8 @@ def load_or_measure(
         return table
     logger.info("DDTREE: measuring round times.")
     table = measure()
-    if not table.quiet:
+    # Ranks of one host share the file: where the first one's times are no good, none is written.
+    if not agree(table.quiet):
         logger.warning(
             "DDTREE: round times differed when they were measured again: something else ran on this GPU or its host. "
             "Serving corrects them, but they are not kept: the next start measures anew. Start it while nothing else "

@@ -1,7 +1,7 @@
 """DDTreeWorker: draft a block, build a tree from it, verify the tree in one target forward, commit a path.
 
-DDTree (Diffusion Draft Tree, arXiv 2604.12989) on SGLang's DFLASH worker: prefill, the drafter and the
-drafter's KV cache are DFLASH's; the draft tail, verify and commit are a tree's.
+DDTree (Diffusion Draft Tree, arXiv 2604.12989) on SGLang's DFLASH worker: the drafter and its KV cache are
+DFLASH's; the prefill is DFLASH's without its wait; the draft tail, verify and commit are a tree's.
 """
 
 from __future__ import annotations
@@ -240,11 +240,14 @@ class DDTreeWorker(DFlashWorkerV2):
             self.device, self.gpu_id, distributed=group.world_size > 1, cpu_group=group.cpu_group
         )
 
-    def _capture_uniform(self) -> None:
+    def _capture_uniform(self, serving: bool = False) -> None:
         """The target's backends and graphs of uniform rounds with fewer nodes than the widest tree, behind its own.
 
+        Args:
+            serving: where there is no memory for them such rounds run without graphs.
+
         Raises:
-            RuntimeError: there is no memory for them.
+            RuntimeError: there is no memory for them, at start.
         """
         runner = self._target_graphs()
         self._uniform = {}
@@ -254,6 +257,14 @@ class DDTreeWorker(DFlashWorkerV2):
         model_runner = self.target_worker.model_runner
         for nodes in reversed(uniform_widths(self.config.budget)[:-1]):
             free = self._free_gb()
+            if free < _UNIFORM_GB and serving:
+                logger.warning(
+                    "DDTREE: no graphs of the target for %d nodes per request and fewer, because only %.2f GB of GPU "
+                    "memory are free: such rounds are launched kernel by kernel.",
+                    nodes,
+                    free,
+                )
+                return
             if free < _UNIFORM_GB:
                 raise RuntimeError(
                     f"DDTREE: {flag_name('budget')} {AUTO} needs graphs of the target for {nodes} nodes per request, "
@@ -311,7 +322,8 @@ class DDTreeWorker(DFlashWorkerV2):
         commits = self._commit_graphs
         if not self._uniform and not isinstance(commits, PackedCommitGraphs):
             return  # without graphs there is nothing to time
-        identity = identity_of(self.server_args, self.config, widths or buckets, tuple(self._draft_passes))
+        most = max(max(graphs.capture_bs) for graphs in (runner, *drafters.values()))
+        identity = identity_of(self.server_args, self.config, widths or buckets, tuple(self._draft_passes), most)
         measure: Callable[[], CostTable]
         if self._uniform:
             targets = {nodes: captured.graphs for nodes, captured in self._uniform.items()}
@@ -330,6 +342,8 @@ class DDTreeWorker(DFlashWorkerV2):
             self._auto.cost = cost_table(identity, measure, partial(_first_agrees, group))
         else:
             self._auto.cost = cost_table(identity, measure)
+        # A timed graph tells the scheduler that it has read its inputs; the first request's has not.
+        self.target_worker.model_runner.war_fastpath_read_done_event = None
 
     def _capture_commits(self) -> None:
         """Graphs of what follows the target's choices, behind the target's own graphs; none where those are none."""
@@ -375,7 +389,7 @@ class DDTreeWorker(DFlashWorkerV2):
             and not is_simulating()
         )
 
-    # --- What DFLASH's prefill asks of a subclass.
+    # --- What DFLASH's worker asks of a subclass where nothing runs (an idle batch).
 
     def _validate_phase1_sampling_support(self, batch: ScheduleBatch) -> None:
         """Nothing to warn of: every node is sampled on every device."""
@@ -503,7 +517,7 @@ class DDTreeWorker(DFlashWorkerV2):
             # New weights may bring new graphs; the old ones' buffers are gone.
             self._capture_commits()
         if self._uniform_of is not None and self._uniform_of() is not self._target_graphs():
-            self._capture_uniform()
+            self._capture_uniform(serving=True)
 
     def _build(
         self, bonus_tokens: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, seq_lens: torch.Tensor
