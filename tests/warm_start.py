@@ -170,27 +170,30 @@ def main() -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    for line in sys.stdin:
-        number, command = json.loads(line)
-        if "poll" in command:
-            pid = command["poll"]
-            if codes[pid] is None:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                codes[pid] = os.waitstatus_to_exitcode(status) if ended else None
-            answer = codes[pid]
-        else:
-            answer = os.fork()
-            if answer == 0:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                answers.close()
-                code = _serve(**command)
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-            codes[answer] = None
-        answers.write(json.dumps([number, answer]) + "\n")
-        answers.flush()
-    end()
+    try:
+        for line in sys.stdin:
+            number, command = json.loads(line)
+            if "poll" in command:
+                pid = command["poll"]
+                if codes[pid] is None:
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    codes[pid] = os.waitstatus_to_exitcode(status) if ended else None
+                answer = codes[pid]
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    answers.close()
+                    code = _serve(**command)
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+                codes[answer] = None
+            answers.write(json.dumps([number, answer]) + "\n")
+            answers.flush()
+    finally:
+        # Also where nobody reads an answer any more.
+        end()
 
 
 if __name__ == "__main__":

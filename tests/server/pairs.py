@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,16 @@ ENVIRONMENT = {"PYTHONPATH": str(HERE / "plugins"), "OMP_NUM_THREADS": "1", **GP
 # The environments of so many servers that a process with their imports is worth its start.
 _SHARED: tuple[dict[str, str], ...] = ({}, DEVICE_ROUND)
 _parents: list[WarmParent] = []
+_parents_lock = threading.Lock()
 
 
 def parent_of(env: dict[str, str]) -> WarmParent | None:
     """Who forks a server with this environment; None where it is to be spawned."""
     if not warm_start.POSSIBLE:
         return None
-    if not _parents:
-        _parents.extend(WarmParent(environment(ENVIRONMENT | own)) for own in _SHARED)
+    with _parents_lock:
+        if not _parents:
+            _parents.extend([WarmParent(environment(ENVIRONMENT | own)) for own in _SHARED])
     return next((parent for parent in _parents if parent.serves(environment(env))), None)
 
 
