@@ -23,10 +23,12 @@ BLOCK_SIZE = 8
 COMMON = (
     *("--dtype", "float32", "--max-total-tokens", "6000", "--max-running-requests", "16"),
     *("--random-seed", "7"),
-    # A GPU's default backend may know no float32, and prefill graphs take a minute to compile.
+    # A GPU's default backend may know no float32.
+    *(("--attention-backend", "triton") if torch.cuda.is_available() else ()),
+    # Prefill graphs take a minute to compile: only where they are asked for.
     *(
-        ("--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled")
-        if torch.cuda.is_available()
+        ("--cuda-graph-backend-prefill", "disabled")
+        if torch.cuda.is_available() and not os.environ.get("DDTREE_TEST_PREFILL_GRAPHS")
         else ()
     ),
 )
