@@ -225,7 +225,7 @@ def worker_of(auto: bool, **fields: Any) -> SimpleNamespace:
     from sglang_ddtree.flags import DDTreeConfig
 
     worker = SimpleNamespace(config=DDTreeConfig(budget=63, block_size=16, auto=auto), block_size=16, **fields)
-    worker.of = lambda name, *args: getattr(DDTreeWorker, name)(worker, *args)
+    worker.of = lambda name, *args, **options: getattr(DDTreeWorker, name)(worker, *args, **options)
     return worker
 
 
@@ -284,7 +284,7 @@ def test_half_a_draft_needs_memory_for_its_graphs(free: float, monkeypatch, capl
 
 
 @pytest.mark.parametrize("free", [1.9, 2.1])
-def test_the_target_has_graphs_of_every_uniform_width_or_does_not_start(free: float, monkeypatch):
+def test_the_target_has_graphs_of_every_uniform_width_or_does_not_start(free: float, monkeypatch, caplog):
     from sglang.srt.speculative import ddtree_worker
 
     monkeypatch.setattr(ddtree_worker, "DDTreeVerifyGraphRunner", Graphs)
@@ -299,6 +299,9 @@ def test_the_target_has_graphs_of_every_uniform_width_or_does_not_start(free: fl
         ) as error:
             worker.of("_capture_uniform")
         assert "--speculative-ddtree-max-budget (now 15)" in str(error.value)
+        # A server that serves goes on without.
+        worker.of("_capture_uniform", serving=True)
+        assert worker._uniform == {} and "launched kernel by kernel" in caplog.text
         return
     worker.of("_capture_uniform")
     # From the widest down, each with what is captured behind the target's own.
@@ -310,12 +313,12 @@ def test_the_target_has_graphs_of_every_uniform_width_or_does_not_start(free: fl
         assert runner.attn_backend.name == "own"
     # New graphs of the target bring new ones of every width, and only they.
     before, renew = dict(worker._uniform), []
-    worker._commit_graphs, worker._capture_uniform = None, lambda: renew.append("anew")
+    worker._commit_graphs, worker._capture_uniform = None, lambda serving: renew.append(serving)
     worker.of("_renew_commits")
     assert not renew and worker._uniform == before
     runner.decode_cuda_graph_runner = Graphs(runner)
     worker.of("_renew_commits")
-    assert renew == ["anew"]
+    assert renew == [True]
 
 
 def test_a_budget_that_is_a_number_has_no_other_graphs_of_the_target():
