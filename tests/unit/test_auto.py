@@ -657,16 +657,21 @@ def test_a_result_brings_its_numbers_back_and_they_are_shown():
     # One of the two ended while the round was under way: its numbers are as good as the other's.
     batch = SimpleNamespace(reqs=[request(), request(finished=True)])
     run = auto.begin_round(2, 0.0, Counter(request_classes(batch.reqs)))
-    drafted = DDTreeBatchResult(
-        logits_output=SimpleNamespace(hidden_states=None),
-        copy_done=SimpleNamespace(record=lambda: None),
-        next_token_ids=torch.zeros(2, dtype=torch.int64),
-        round_stats=torch.tensor([[2, 16, 7, 0], [1, 16, 7, 0]]),
-        auto_round=run,
-        histogram=torch.ones(64, dtype=torch.int64),
-        expected=torch.tensor([2.5, 1.5]),
-    )
-    drafted.copy_to_cpu(return_logprob=False)
+
+    def drafting(**told: torch.Tensor) -> DDTreeBatchResult:
+        result = DDTreeBatchResult(
+            logits_output=SimpleNamespace(hidden_states=None),
+            copy_done=SimpleNamespace(record=lambda: None),
+            next_token_ids=torch.zeros(2, dtype=torch.int64),
+            round_stats=torch.tensor([[2, 16, 7, 0], [1, 16, 7, 0]]),
+            auto_round=run,
+            expected=torch.tensor([2.5, 1.5]),
+            **told,
+        )
+        result.copy_to_cpu(return_logprob=False)
+        return result
+
+    drafted = drafting(histogram=torch.ones(64, dtype=torch.int64))
     metrics.count_rounds(processor, drafted, batch)
     plain = DDTreeBatchResult(round_stats=torch.tensor([[0, 1, 0, 0]] * 64), auto_round=auto.begin_round(64))
     metrics.count_rounds(processor, plain, SimpleNamespace(reqs=[request() for _ in range(64)]))
@@ -687,17 +692,7 @@ def test_a_result_brings_its_numbers_back_and_they_are_shown():
     metrics.count_rounds(processor, drafted, batch)
     assert value("auto_verify_tokens_count") == 2 and auto.totals.rounds == 3
     learnt = float(auto.policy.gain.at(2, 126, 16))
-    uniform = DDTreeBatchResult(
-        logits_output=SimpleNamespace(hidden_states=None),
-        copy_done=SimpleNamespace(record=lambda: None),
-        next_token_ids=torch.zeros(2, dtype=torch.int64),
-        round_stats=torch.tensor([[2, 16, 7, 0], [1, 16, 7, 0]]),
-        auto_round=run,
-        expected=torch.tensor([2.5, 1.5]),
-        worth=torch.full((63,), 2.0),
-    )
-    uniform.copy_to_cpu(return_logprob=False)
-    metrics.count_rounds(processor, uniform, batch)
+    metrics.count_rounds(processor, drafting(worth=torch.full((63,), 2.0)), batch)
     assert auto.totals.rounds == 4 and float(auto.policy.gain.at(2, 126, 16)) > learnt
     processor.metrics_reporter.current_scheduler_metrics_enabled = True
     short = AutoBudget(CONFIG, buckets=BUCKETS, draft_widths=(8, 16), cost=two_widths(0.0, 1e-4)).begin_round(64)

@@ -89,10 +89,9 @@ logger = logging.getLogger(__name__)
 CommittedRound = TypeVar("CommittedRound", bound=Committed)
 # Under the budget auto: rounds per decision.
 _DECIDE_EVERY = 8
-# SGLang wants 1 GB free for a drafter's graphs; the buffers of an attention backend may be as large.
-_NARROW_DRAFT_GB = 2.0
-# The same for the target's graphs of another number of nodes.
-_UNIFORM_GB = 2.0
+# Free memory for graphs of another width, a drafter's or the target's: SGLang wants 1 GB for a drafter's, and the
+# buffers of an attention backend may be as large.
+_OTHER_WIDTH_GB = 2.0
 
 
 class DDTreeWorker(DFlashWorkerV2):
@@ -219,7 +218,7 @@ class DDTreeWorker(DFlashWorkerV2):
     def _capture_narrow_draft(self, width: int) -> tuple[DraftPass, DecodeCudaGraphRunner] | None:
         """A pass of fewer positions with graphs of its own, and these; None where there is no memory for them."""
         free = self._free_gb()
-        if free < _NARROW_DRAFT_GB:
+        if free < _OTHER_WIDTH_GB:
             logger.warning(
                 "DDTREE: no graphs for drafts of %d positions, because only %.2f GB of GPU memory are free; all rounds "
                 "draft more. Lower --mem-fraction-static to have them.",
@@ -257,7 +256,7 @@ class DDTreeWorker(DFlashWorkerV2):
         model_runner = self.target_worker.model_runner
         for nodes in reversed(uniform_widths(self.config.budget)[:-1]):
             free = self._free_gb()
-            if free < _UNIFORM_GB and serving:
+            if free < _OTHER_WIDTH_GB and serving:
                 logger.warning(
                     "DDTREE: no graphs of the target for %d nodes per request and fewer, because only %.2f GB of GPU "
                     "memory are free: such rounds are launched kernel by kernel.",
@@ -265,12 +264,12 @@ class DDTreeWorker(DFlashWorkerV2):
                     free,
                 )
                 return
-            if free < _UNIFORM_GB:
+            if free < _OTHER_WIDTH_GB:
                 raise RuntimeError(
                     f"DDTREE: {flag_name('budget')} {AUTO} needs graphs of the target for {nodes} nodes per request, "
-                    f"and only {free:.2f} GB of GPU memory are free, of {_UNIFORM_GB:g}. Lower --mem-fraction-static, "
-                    f"--cuda-graph-max-bs-decode or {flag_name('max_budget')} (now {self.config.budget}), or give a "
-                    f"number, e.g. {flag_name('budget')} {FIXED_BUDGET}."
+                    f"and only {free:.2f} GB of GPU memory are free, of {_OTHER_WIDTH_GB:g}. Lower "
+                    f"--mem-fraction-static, --cuda-graph-max-bs-decode or {flag_name('max_budget')} (now "
+                    f"{self.config.budget}), or give a number, e.g. {flag_name('budget')} {FIXED_BUDGET}."
                 )
             self._uniform[nodes] = capture_width(model_runner, nodes, model_runner.capture_tail_hooks)
         if self.ps.tp_rank == 0:

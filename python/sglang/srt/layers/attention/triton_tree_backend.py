@@ -149,13 +149,12 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         if packed:
             # The parent knows one number of nodes for all requests.
             metadata["qo_indptr"] = spec_info.qo_indptr
-        qo_indptr, nodes = metadata["qo_indptr"], bits.shape[1]
-        small_tiles = None
-        if packed:
-            nodes = _most_nodes(spec_info)
-            small_tiles = self._small_tiles(bits.shape[0])
-        extra, weights = self._splits(nodes, small_tiles) if packed else (self._extra_splits(nodes), ALIKE)
-        window_plan = None
+            nodes, small_tiles = _most_nodes(spec_info), self._small_tiles(bits.shape[0])
+            extra, weights = self._splits(nodes, small_tiles)
+        else:
+            nodes, small_tiles, weights = bits.shape[1], None, ALIKE
+            extra = self._extra_splits(nodes)
+        qo_indptr, window_plan = metadata["qo_indptr"], None
         if self._has_window:
             window_plan = plan_splits(qo_indptr, metadata["window_kv_indptr"], extra, weights=weights)
         tree = TreeRound(
