@@ -703,6 +703,48 @@ def test_traffic_that_changes_is_followed_at_both_widths(seed):
         assert world.mean_rate(256, choices) > 0.97 * world.best(256)
 
 
+class Texts(Widths):
+    """One request after another, each with a text of its own: drafts are worth more or less for many rounds."""
+
+    ROUNDS = 25
+
+    def __init__(self, times: "cost.CostTable", seed: int) -> None:
+        super().__init__(times, {8: 1.0, 16: 1.0}, seed)
+        self._done = 0
+
+    def round(self, requests: int) -> "policy.Choice":
+        if self._done % self.ROUNDS == 0:
+            share = self.rng.uniform(0.3, 1.7)
+            self.shares = {8: share, 16: share}
+        self._done += 1
+        return super().round(requests)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_that_differ_do_not_speak_for_the_half(seed):
+    """Half a block takes 1 % less and gives 3 % less; texts differ by more than that from each other."""
+    world = Texts(two_widths(1e-6, 8e-5, **THIRD), seed)
+    world.rounds(1, 200)
+    choices = world.rounds(1, 2000)
+    assert np.mean([choice.draft_width == 8 for choice in choices]) < 0.02
+
+
+@pytest.mark.parametrize("own", [8, 16])
+def test_a_whole_block_is_worth_at_least_its_half(own):
+    c, truth = curve(widths=(8, 16)), {width: np.array(gain.PRIOR[width]) for width in (8, 16)}
+    for _ in range(100):
+        c.observe(64, {16: truth[16]})
+    # Their own texts were easier, or harder.
+    for _ in range(100):
+        c.observe(64, {own: 1.3 * truth[own]})
+    wide, narrow = c.at_least(1, POINTS, 16), c.at_least(1, POINTS, 8)
+    assert narrow == pytest.approx(c.at(1, POINTS, 8)) and (wide >= c.at(1, POINTS, 16)).all()
+    assert (wide >= narrow * truth[16] / np.maximum(truth[8], 1e-9) - 1e-9).all()
+    assert (wide <= np.minimum(POINTS, 15.0) + 1e-9).all()
+    if own == 8:
+        assert (wide > c.at(1, POINTS, 16))[5:].all()
+
+
 def test_the_same_rounds_give_the_same_choices():
     a, b = (World(table(**DEAR), seed=3) for _ in range(2))
     for requests in (1, 64, 16, 1):

@@ -11,6 +11,7 @@ NumPy and the standard library only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -151,6 +152,13 @@ class GainCurve:
         self.max_nodes = max_nodes
         self.draft_widths = tuple(sorted(set(draft_widths)))
         self._curves = {width: prior(self.points, width) for width in self.draft_widths}
+        # By width, how many times the next narrower one's nodes its own are worth at least.
+        self._over = {
+            wide: np.divide(
+                self._curves[wide], self._curves[narrow], out=np.ones_like(self.points), where=self.points > 0
+            )
+            for narrow, wide in pairwise(self.draft_widths)
+        }
         self._memory, self._memory_rounds = memory, memory_rounds
         self._prior_weight = prior_weight
         self._weights = dict.fromkeys(self.draft_widths, prior_weight)
@@ -222,4 +230,20 @@ class GainCurve:
             nodes: [...], nodes over all requests; more than ``max_nodes`` each add nothing.
             draft_width: one of ``draft_widths``.
         """
-        return requests * np.interp(np.asarray(nodes) / requests, self.points, self._curves[draft_width])
+        return self._scaled(requests, nodes, self._curves[draft_width])
+
+    def at_least(self, requests: int, nodes: np.ndarray, draft_width: int) -> np.ndarray:
+        """The same, and not less than narrower drafts say.
+
+        Rounds of different widths have seen different texts, and with few requests those differ by much more than the
+        widths do. But a whole block holds what its half would have drafted: it is worth at least what the half is, and
+        as much more as it was before any data.
+        """
+        worth = self._curves[self.draft_widths[0]]
+        for width in self.draft_widths[1 : self.draft_widths.index(draft_width) + 1]:
+            least = np.minimum(worth * self._over[width], np.minimum(self.points, width - 1))
+            worth = np.maximum(self._curves[width], least)
+        return self._scaled(requests, nodes, worth)
+
+    def _scaled(self, requests: int, nodes: np.ndarray, worth: np.ndarray) -> np.ndarray:
+        return requests * np.interp(np.asarray(nodes) / requests, self.points, worth)

@@ -80,7 +80,7 @@ class Choice:
 
 def choose(
     requests: int,
-    gain: GainCurve | _AsGoodAs,
+    gain: GainCurve | _AsGoodAs | _NoWorseThanNarrower,
     cost: CostTable | None,
     buckets: Sequence[int],
     current: Choice | None = None,
@@ -170,6 +170,13 @@ class _AsGoodAs:
         return self._gain.at(requests, nodes, self._width)
 
 
+class _NoWorseThanNarrower:
+    """Gains of which none is below a narrower draft's."""
+
+    def __init__(self, gain: GainCurve) -> None:
+        self.at, self.max_nodes = gain.at_least, gain.max_nodes
+
+
 class Policy:
     """`choose` round after round: remembers the choice, and drafts now and then while that does not pay.
 
@@ -226,7 +233,7 @@ class Policy:
         factor = self.calibration.factor(classes)
         choice = self.current = choose(
             requests,
-            self.gain,
+            _NoWorseThanNarrower(self.gain),
             self.cost,
             self._totals(requests),
             self._current_of(requests),
