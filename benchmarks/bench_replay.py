@@ -307,7 +307,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--settle", type=float, default=3.0, help="seconds at most before counting begins")
     parser.add_argument("--limit", type=float, default=5.0, help="seconds at most that are counted")
     parser.add_argument("--backend", default="triton", help="attention backend of every server on a GPU")
-    parser.add_argument("--together", type=int, default=1, help="servers to start at a time; measured one by one")
+    parser.add_argument("--together", type=int, default=1, help="servers to start at a time; they are measured in turn")
     parser.add_argument("--commit", help="to name in the results where git cannot tell it")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and a few texts, on a CPU too")
     parser.add_argument("server_flags", nargs="*", help="after --: more flags for every server")

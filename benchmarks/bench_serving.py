@@ -300,7 +300,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="new tokens at most")
     parser.add_argument("--repeats", type=int, default=2, help="passes over the prompts")
     parser.add_argument("--gate-only", action="store_true", help="compare answers, time nothing")
-    parser.add_argument("--together", type=int, default=1, help="servers to start at a time; measured one by one")
+    parser.add_argument("--together", type=int, default=1, help="servers to start at a time; they are measured in turn")
     parser.add_argument("--commit", help="to name in the results where git cannot tell it")
     parser.add_argument("--smoke", action="store_true", help="a tiny random pair and a few tokens, on a CPU too")
     parser.add_argument("server_flags", nargs="*", help="after --: more flags for every server")

@@ -235,14 +235,15 @@ Measure = Callable[[BenchServer, Plan, str, Record], Any]
 def measure_plans(
     plans: Sequence[Plan], folder: Path, identity: dict[str, Any], measure: Measure, together: int = 1
 ) -> tuple[dict[str, Record], dict[str, str]]:
-    """Measure what is missing, one server after another.
+    """Measure what is missing, one server at a time.
 
     Args:
         plans: one per mode.
         folder: of the records and the servers' logs.
         identity: as for ``record_of``.
         measure: makes one point; its result is kept as JSON.
-        together: servers that start at the same time. None is measured before all of them are up.
+        together: servers that start at the same time, auto's behind the others. None is measured before all of them
+            are up, and then they take turns, point by point.
     Returns:
         Records by mode, and the error of each mode that could not be measured (its earlier points are kept).
     """
@@ -262,28 +263,35 @@ def _measure_group(
 ) -> None:
     servers: list[BenchServer] = []
     ready: list[tuple[Plan, BenchServer]] = []
+    # Auto times its rounds while it starts, for which nothing else may run.
+    waves = [[plan for plan in group if plan.mode != AUTO], [plan for plan in group if plan.mode == AUTO]]
     try:
-        for plan in group:
-            print(f"{label(plan.mode)}: starting a server", flush=True)
-            servers.append(BenchServer(plan.flags, folder / f"{plan.file_name}.log", plan.env))
-        for plan, server in zip(group, servers, strict=True):
-            try:
-                took = server.wait_ready(START_TIMEOUT_S)
-                print(f"{label(plan.mode)}: ready after {took:.0f} s", flush=True)
-                ready.append((plan, server))
-            except Exception as error:
-                _note(errors, plan, "did not start", error)
-        for plan, server in ready:
-            record = records[plan.mode]
-            try:
-                record.settings.update(settings_of(server.get("/server_info")))
-                for point in plan.points:
-                    if point not in record.points:
-                        record.points[point] = measure(server, plan, point, record)
-                        record.save()
-            except Exception as error:
-                _note(errors, plan, "broke off", error)
-            server.stop()
+        for wave in waves:
+            started = len(servers)
+            for plan in wave:
+                print(f"{label(plan.mode)}: starting a server", flush=True)
+                servers.append(BenchServer(plan.flags, folder / f"{plan.file_name}.log", plan.env))
+            for plan, server in zip(wave, servers[started:], strict=True):
+                try:
+                    took = server.wait_ready(START_TIMEOUT_S)
+                    print(f"{label(plan.mode)}: ready after {took:.0f} s", flush=True)
+                    records[plan.mode].settings.update(settings_of(server.get("/server_info")))
+                    ready.append((plan, server))
+                except Exception as error:
+                    _note(errors, plan, "did not start", error)
+        # Point by point and not server by server: what else the machine does changes from minute to minute, and what is
+        # compared with each other should be measured close together.
+        for point in dict.fromkeys(point for plan, _ in ready for point in plan.points):
+            for plan, server in ready:
+                record = records[plan.mode]
+                if plan.mode in errors or point not in plan.points or point in record.points:
+                    continue
+                try:
+                    record.points[point] = measure(server, plan, point, record)
+                    record.save()
+                except Exception as error:
+                    _note(errors, plan, "broke off", error)
+                    server.stop()
     finally:
         for server in servers:
             server.stop()

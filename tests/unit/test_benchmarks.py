@@ -427,6 +427,27 @@ def test_servers_start_together_and_one_failure_leaves_the_others(events, tmp_pa
     ]
 
 
+def test_servers_take_turns_point_by_point_and_auto_starts_alone(events, tmp_path):
+    plans = [
+        plan_of("ddtree-auto", "one", "a", "b", "c"),
+        plan_of("plain", "two", "a", "b"),
+        plan_of("ddtree-7", "three", "b"),
+    ]
+    measured = []
+
+    def measure(server, plan, point, record):
+        measured.append((server.name, point))
+        if (server.name, point) == ("two", "a"):
+            raise RuntimeError("broken")
+        return point
+
+    records, errors = servers.measure_plans(plans, tmp_path, {}, measure, together=3)
+    assert measured == [("two", "a"), ("one", "a"), ("three", "b"), ("one", "b"), ("one", "c")]
+    assert list(errors) == ["plain"] and list(records["ddtree-auto"].points) == ["a", "b", "c"]
+    assert events()[:6] == ["start two", "start three", "ready two", "ready three", "start one", "ready one"]
+    assert events()[6] == "stop two"
+
+
 def test_what_a_server_says_of_graphs_and_overlap():
     info = {
         "cuda_graph_config": {"decode": {"backend": "full"}},
