@@ -13,7 +13,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 PORT ?= 30000
-BUDGET ?= 15
+BUDGET ?=
 TOPK_CAP ?= 8
 SERVE_FLAGS ?=
 TESTS ?= tests
@@ -42,7 +42,7 @@ model: venv
 	$(BIN)/python scripts/smollm2.py
 
 serve: model
-	$(BIN)/python scripts/serve.py --port $(PORT) --budget $(BUDGET) --topk-cap $(TOPK_CAP) -- $(SERVE_FLAGS)
+	$(BIN)/python scripts/serve.py --port $(PORT) $(if $(BUDGET),--budget $(BUDGET)) --topk-cap $(TOPK_CAP) -- $(SERVE_FLAGS)
 
 test: model
 	$(BIN)/python -m pytest $(TESTS)

@@ -1,6 +1,6 @@
 """Serve SmolLM2-135M-Instruct with DDTREE, show one answer, and go on serving until Ctrl-C.
 
-    python scripts/serve.py [--port 30000] [--budget 15] [--topk-cap 8] [--once] [-- more server flags]
+    python scripts/serve.py [--port 30000] [--budget B] [--topk-cap 8] [--once] [-- more server flags]
 
 Starts the real launch command on whatever device there is, waits for health with a bound, sends one chat
 completion and prints its text and the tokens committed per round. Then the same request runs on a second,
@@ -120,8 +120,9 @@ def report(name: str, answer: dict[str, Any]) -> None:
 def run(args: argparse.Namespace) -> None:
     check_inputs(args)
     logs = ROOT / ".cache" / "serve"
-    tree_mode = ["--speculative-ddtree-budget", str(args.budget)]
-    tree_mode += ["--speculative-ddtree-topk-cap", str(args.topk_cap)]
+    tree_mode = ["--speculative-ddtree-topk-cap", str(args.topk_cap)]
+    if args.budget:
+        tree_mode += ["--speculative-ddtree-budget", args.budget]
     command = launch_command(args, args.port, tree_mode)
     print(shlex.join(command), flush=True)
     running: list[ServerProcess] = []
@@ -156,7 +157,7 @@ def main() -> int:
     parser.add_argument("--target", type=Path, default=ROOT / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", type=Path, default=ROOT / "models" / "smollm2-135m-dflash")
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--budget", type=int, default=15)
+    parser.add_argument("--budget", help="of the tree; left out: the server's default")
     parser.add_argument("--topk-cap", type=int, default=8)
     parser.add_argument("--question", default=QUESTION)
     parser.add_argument("--max-tokens", type=int, default=128)

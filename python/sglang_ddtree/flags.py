@@ -26,9 +26,8 @@ AUTO = "auto"
 MAX_AUTO_BUDGET = 63
 # The same on a target with recurrent layers, where nothing was given: every node's states take memory.
 HYBRID_AUTO_BUDGET = 15
-# The number served where none is given and auto is not, or cannot be, the default.
+# The number served where none is given and auto cannot be served, or has no round times to go by.
 FIXED_BUDGET = 15
-DEFAULT_BUDGET: int | str = FIXED_BUDGET
 _PREFIX = "speculative_ddtree_"
 
 
@@ -160,7 +159,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="DDTREE: nodes drafted per round and request, the root not counted; the target verifies B + 1 "
         f"tokens a round. 1 to {MAX_BUDGET}, or {AUTO}: decided every round for all running requests together. "
-        f"Default {DEFAULT_BUDGET}.",
+        f"Default {AUTO}, and {FIXED_BUDGET} where that cannot be had or has no round times: on a CPU, without "
+        "CUDA graphs, on attention backends other than triton and on targets with recurrent layers.",
     )
     group.add_argument(
         flag_name("max_budget"),
@@ -217,21 +217,19 @@ def config_from(values: dict[str, Any]) -> DDTreeConfig:
 
 def _budget_fields(budget: int | str | None, most: int | None) -> dict[str, Any]:
     """The fields of `DDTreeConfig` that the two flags for the budget decide; None means "not given"."""
-    asked = budget is not None
-    budget = DEFAULT_BUDGET if budget is None else budget
-    if budget == AUTO:
+    if budget is None or budget == AUTO:
         # Its bound is as much a wish for auto as the word itself.
         given = most is not None
         return {
             "budget": most or MAX_AUTO_BUDGET,
             "auto": True,
-            "auto_by_default": not asked and not given,
+            "auto_by_default": budget is None and not given,
             "most_given": given,
         }
     if most is not None:
         raise FlagError(
-            f"{flag_name('max_budget')} {most} needs {flag_name('budget')} {AUTO}, got {budget}"
-            f"{'' if asked else ' (the default)'}. Give {flag_name('budget')} {AUTO}, or drop the flag."
+            f"{flag_name('max_budget')} {most} needs {flag_name('budget')} {AUTO}, got {budget}. Give "
+            f"{flag_name('budget')} {AUTO}, or drop the flag."
         )
     return {"budget": budget}
 

@@ -227,6 +227,8 @@ def check_fields(fields: dict[str, Any]) -> None:
 def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTreeConfig:
     """The config as far as the arguments let the budget follow the load.
 
+    Where rounds have no times auto gives every request as many nodes, so that as a default it is a number there.
+
     Args:
         config: as the flags say.
         fields: constructor arguments of ``ServerArgs``, those of `defaults_for` included.
@@ -235,6 +237,8 @@ def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTre
         FlagError: auto was asked for, and an attention backend of the target knows no packed rounds, or the graphs of
             packed rounds cannot be had.
     """
+    if config.auto_by_default and (untimed := _untimed(fields)):
+        config = settle_auto(config, untimed, "Ask for it")
     for field, value in (
         ("disable_cuda_graph_padding", "its graphs hold any requests that fit"),
         ("enable_two_batch_overlap", "its graphs do not split a batch in two"),
@@ -252,6 +256,18 @@ def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTre
                 f"Use --attention-backend {' or '.join(served)}",
             )
     return config
+
+
+def _untimed(fields: dict[str, Any]) -> str | None:
+    """Why rounds will have no times, which are those of captured graphs."""
+    if on_cpu(fields):
+        return "rounds on a CPU have no times to decide by"
+    for field in ("disable_cuda_graph", "disable_decode_cuda_graph"):
+        if fields.get(field):
+            return f"--{field.replace('_', '-')}: rounds without graphs have no times to decide by"
+    if fields.get("cuda_graph_backend_decode") == "disabled":
+        return "--cuda-graph-backend-decode disabled: rounds without graphs have no times to decide by"
+    return None
 
 
 def settle_auto_by_target(config: DDTreeConfig, server_args: Any, target: Any) -> DDTreeConfig:

@@ -64,7 +64,7 @@ def test_help_shows_the_flags(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for flag in (f"{BUDGET} B", f"{MOST} M", f"{CAP} K", SHADOW, UNSAFE):
         assert flag in text
-    assert "1 to 256, or auto" in text and f"Default {flags.DEFAULT_BUDGET}." in text
+    assert "1 to 256, or auto" in text and "Default auto, and 15 where" in text
     assert "1 to 63, default 63, and 15 on a target" in text and "Default 8." in text
 
 
@@ -172,12 +172,6 @@ def test_a_bound_belongs_to_auto(parse, build):
     assert str(error.value) == f"{MOST} 31 needs {BUDGET} auto, got 15. Give {BUDGET} auto, or drop the flag."
 
 
-@pytest.mark.skipif(flags.DEFAULT_BUDGET == flags.AUTO, reason="the bound alone asks for auto then")
-def test_a_bound_alone(parse):
-    with pytest.raises(FlagError, match=rf"{MOST} 31 needs {BUDGET} auto, got 15 \(the default\)."):
-        parse(MOST, "31")
-
-
 def test_auto_and_a_chain_are_refused(parse):
     with pytest.raises(FlagError) as error:
         parse(BUDGET, "auto", SHADOW)
@@ -187,9 +181,12 @@ def test_auto_and_a_chain_are_refused(parse):
     )
 
 
-def test_auto_as_the_default_gives_way_where_it_cannot_be_served(parse, monkeypatch):
-    monkeypatch.setattr(flags, "DEFAULT_BUDGET", flags.AUTO)
-    assert auto_values(parse()) == (True, 63, 8) and config_of(parse()).auto_by_default
+def test_auto_is_the_default_and_gives_way_where_it_cannot_be_served(parse):
+    default = flags.config_from({})
+    assert (default.auto, default.budget, default.auto_by_default, default.most_given) == (True, 63, True, False)
+    # A CPU has no round times.
+    assert auto_values(parse()) == (False, 15, 8)
+    assert auto_values(parse(BUDGET, "auto")) == (True, 63, 8) and not config_of(parse(BUDGET, "auto")).auto_by_default
     assert auto_values(parse(MOST, "20")) == (True, 20, 8) and not config_of(parse(MOST, "20")).auto_by_default
     assert auto_values(parse(BUDGET, "9")) == (False, 9, 8)
     chain = config_of(parse(SHADOW))

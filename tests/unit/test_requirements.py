@@ -630,6 +630,33 @@ def test_auto_needs_graphs_that_hold_any_batch(field, monkeypatch):
     assert requirements.settle_auto_by_fields(by_default, fields) == DDTreeConfig()
 
 
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"device": "cpu", "attention_backend": "torch_native"}, "rounds on a CPU"),
+        ({"disable_cuda_graph": True}, "--disable-cuda-graph: rounds without graphs"),
+        ({"disable_decode_cuda_graph": True}, "--disable-decode-cuda-graph: rounds without graphs"),
+        ({"cuda_graph_backend_decode": "disabled"}, "--cuda-graph-backend-decode disabled: rounds without graphs"),
+        ({}, None),
+        ({"cuda_graph_backend_decode": "full"}, None),
+    ],
+    ids=str,
+)
+def test_auto_is_no_default_where_rounds_have_no_times(fields, reason, monkeypatch, caplog):
+    pretend_gpu(monkeypatch)
+    fields = {"attention_backend": "triton"} | fields
+    by_default = dataclasses.replace(AUTO, auto_by_default=True, most_given=False)
+    # Asked for, it is served, with as many nodes for every request.
+    assert requirements.settle_auto_by_fields(AUTO, fields) is AUTO
+    with caplog.at_level("INFO"):
+        settled = requirements.settle_auto_by_fields(by_default, fields)
+    if reason is None:
+        assert settled is by_default and not caplog.records
+        return
+    assert settled == DDTreeConfig()
+    assert f"budget 15 instead of auto: {reason} have no times to decide by." in caplog.text
+
+
 def settle(config, target):
     return requirements.settle_auto_by_target(config, SimpleNamespace(model_path="org/target"), model_config(target))
 
