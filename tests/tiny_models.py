@@ -61,7 +61,7 @@ def make_target(
 
     Args:
         folder: written to.
-        kind: "qwen3" or "llama".
+        kind: "qwen3", "llama", or "mrope": a Qwen3 whose positions SGLang makes three of, as for images.
         layers: decoder layers; DFLASH's choice of captured layers needs at least 4.
         seed: of the weights.
         context: positions.
@@ -84,10 +84,13 @@ def make_target(
     )
     if kind == "qwen3":
         config = Qwen3Config(head_dim=16, **shared)
+    elif kind == "mrope":
+        rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 2, 2])
+        config = Qwen3Config(head_dim=16, rope_parameters=rope, **shared)
     elif kind == "llama":
         config = LlamaConfig(**shared)
     else:
-        raise ValueError(f"kind must be qwen3 or llama, got {kind!r}")
+        raise ValueError(f"kind must be qwen3, llama or mrope, got {kind!r}")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     save_tokenizer(folder)

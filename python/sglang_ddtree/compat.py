@@ -157,6 +157,12 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
             "capture_hidden_mode",
             "return_hidden_states_before_norm",
         ),
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions": (
+            "self",
+            "model_runner",
+            "batch",
+            "seq_positions",
+        ),
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": (
             "temperatures",
             "top_ps",

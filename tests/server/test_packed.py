@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,6 +93,17 @@ def test_requests_come_and_go(qwen3: Pair, where: str) -> None:
     assert [answers[i] for i in range(len(prompts))] == expected
     assert len(answers[-1]) == 8
     server.assert_pool_empty()
+
+
+def test_three_positions_a_token(pair_of: Callable[[str], Pair]) -> None:
+    """A target that takes positions as images have them: SGLang shapes them as if all requests had as many tokens."""
+    pair = pair_of("mrope")
+    length = dict(max_new_tokens=40, ignore_eos=True)
+    expected = pair.expected(PROMPTS[:3], **length)
+    pair.script(ranks=SIDE)
+    assert output_ids(packed(pair, "torch").generate(PROMPTS[:3], **length)) == expected
+    for name in ("plain", "packed"):
+        pair.stop(name)
 
 
 def test_ends_within_an_accepted_run(qwen3: Pair) -> None:

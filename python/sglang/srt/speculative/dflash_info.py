@@ -16,6 +16,18 @@ from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 
+class PackedForwardBatch(ForwardBatch):
+    """A forward whose requests have different numbers of tokens."""
+
+    def compute_spec_mrope_positions(self, model_runner, batch: ScheduleBatch, seq_positions=None) -> None:
+        """Positions of a target that takes three a token, int64 [3, T].
+
+        Three of one number are text's. Images would set a request's apart, and have no requests here.
+        """
+        positions = batch.spec_info.positions if seq_positions is None else seq_positions
+        self.mrope_positions = positions.repeat(3, 1)
+
+
 @dataclass
 class DDTreeVerifyInput(EagleVerifyInput):
     """One target verify of a batch of trees, N nodes each (a chain is a tree of topk 1), or packed.
@@ -61,7 +73,7 @@ class DDTreeVerifyInput(EagleVerifyInput):
         assert self.qo_indptr is not None, "not packed"
         batch.input_ids, batch.out_cache_loc, batch.spec_info = self.draft_token, slots, self
         batch.forward_mode = ForwardMode.TARGET_VERIFY
-        forward_batch = ForwardBatch.init_new(
+        forward_batch = PackedForwardBatch.init_new(
             batch, model_runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
         )
         graphs = model_runner.decode_cuda_graph_runner
