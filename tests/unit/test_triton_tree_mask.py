@@ -93,12 +93,12 @@ class Batch:
         ends = self.qo_indptr.tolist()
         return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
-    def run(self, extra_splits=3, min_split=64, scratch=None, **options):
+    def run(self, extra_splits=3, min_split=64, scratch=None, weights=m.ALIKE, **options):
         """On the device, into an output full of NaN, which is returned on the CPU."""
         names = ("q", "k", "v", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices", "bits")
         args = [getattr(self, name).to(DEVICE) for name in names]
         out = torch.full((len(self.q), self.q.shape[1], self.v.shape[2]), math.nan).to(self.dtype).to(DEVICE)
-        plan = m.plan_splits(args[5], args[6], extra_splits, min_split=min_split)
+        plan = m.plan_splits(args[5], args[6], extra_splits, min_split=min_split, weights=weights)
         numel = m.scratch_numel(len(self.trees), extra_splits, self.max_nodes, *out.shape[1:])
         # One float more than asked for, to be left alone.
         scratch = torch.full((numel + 1,), math.nan, device=DEVICE)
@@ -169,6 +169,38 @@ def test_requests_of_few_nodes_have_tiles_of_their_own(extra_splits):
         own, other = (narrow, wide) if len(parents) <= 8 else (wide, narrow)
         assert torch.equal(both[part], alone[own][part])
         assert not parents or not torch.equal(alone[own][part], alone[other][part])
+
+
+# Requests of many nodes stand between those of few, none and several parts; as many of them as there can be.
+MANY_AND_FEW = [5, 9, 1, 40, 0, 9, 3, 9, 33, 0, 9], [70, 300, 9, 133, 50, 1, 400, 65, 90, 7, 130]
+
+
+@on_device
+@pytest.mark.parametrize("few_nodes, narrow", [(8, True), (32, False), (32, True), (8, False)])
+@pytest.mark.parametrize("extra_splits", (0, 5))
+def test_no_more_programs_than_there_can_be_parts(extra_splits, few_nodes, narrow):
+    """The same numbers bit for bit, whichever requests come first; with 2 query heads per KV head."""
+    sizes, contexts = MANY_AND_FEW
+    batch = Batch([random_tree(nodes, nodes) if nodes else [] for nodes in sizes], contexts)
+    tiles = dict(tiles=m.Tiles(64, 32, 4, 1), small_tiles=m.Tiles(16, 16, 4, 1) if narrow else None)
+    # Of this weight, lengths count as if they were not weighted.
+    weights = m.Weights(few_nodes=few_nodes, tile_nodes=64, tile_weight=1)
+    weighted = batch.run(extra_splits, weights=weights, **tiles)
+    assert torch.equal(weighted.nan_to_num(7), batch.run(extra_splits, **tiles).nan_to_num(7))
+    torch.testing.assert_close(weighted.float(), batch.expected(), rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_programs_follow_from_shapes():
+    """An H200's share of Qwen3-8B (32 query heads, 8 KV heads of 128): requests of more than 16 nodes, and of 32."""
+    wide, small = m.Tiles(128, 64, 8, 5), m.Tiles(64, 64, 4, 5)
+    plan = m.allocate_plan(256, 33, "cpu", m.weigh(32, 8, wide, small))
+    assert m._launches(plan, 288, 256, 4, wide, small) == [(wide, 64, 256, 2, 49, 0), (small, 0, 64, 1, 49, 240)]
+    plan = m.allocate_plan(64, 8, "cpu", m.weigh(32, 8, wide, wide))
+    assert m._launches(plan, 64, 256, 4, wide, None) == [(wide, 0, 256, 2, 9, 63)]
+    # Without an order all requests may be large.
+    plan = m.allocate_plan(64, 8, "cpu")
+    assert m._launches(plan, 64, 256, 4, wide, None) == [(wide, 0, 256, 2, 72, 0)]
+    assert m._launches(plan, 288, 256, 4, wide, small) == [(wide, 64, 256, 2, 72, 0), (small, 0, 64, 1, 72, 0)]
 
 
 @on_device
@@ -402,7 +434,7 @@ def check_plan(lengths, nodes, extra_splits, min_split, weights=m.ALIKE):
     """Every key of every prefix once, in order; no more parts and slots than promised."""
     bs = len(lengths)
     indptrs = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=DEVICE) for x in (nodes, lengths)]
-    buffers = m.allocate_plan(bs + 2, extra_splits, DEVICE)
+    buffers = m.allocate_plan(bs + 2, extra_splits, DEVICE, weights)
     buffers.items.fill_(-77)
     buffers.requests.fill_(-77)
     buffers.merges.fill_(-77)
@@ -412,6 +444,9 @@ def check_plan(lengths, nodes, extra_splits, min_split, weights=m.ALIKE):
     assert bool((buffers.requests[bs:] == -77).all())
     parts = [[item for item in items if item[0] == b] for b in range(bs)]
     assert all(item[0] == -1 for item in items[sum(map(len, parts)) :])
+    large = [nodes[item[0]] > weights.few_nodes for item in items if item[0] >= 0]
+    assert large == sorted(large, reverse=True)
+    assert sum(large) <= plan.most_items(sum(nodes), weights.few_nodes)
     slots = []
     for b, mine in enumerate(parts):
         length = lengths[b] if nodes[b] else 0
@@ -439,7 +474,7 @@ def test_a_plan_covers_every_prefix_once(seed):
     bs = rng.choice([1, 2, 7, 33, 300])
     longest = rng.choice([1, 100, 5000, 200_000])
     lengths = [rng.choice([0, 1, longest, rng.randrange(longest + 1)]) for _ in range(bs)]
-    nodes = [rng.choice([0, 1, 16]) for _ in range(bs)]
+    nodes = [rng.choice([0, 1, 16, 17, 64]) for _ in range(bs)]
     for extra_splits in (0, 1, 5, 33):
         check_plan(lengths, nodes, extra_splits, rng.choice([1, 64, 128, 100_000]), rng.choice([m.ALIKE, WEIGHTS]))
 
@@ -536,6 +571,8 @@ def test_refusals():
         m.plan_splits(batch.qo_indptr, batch.kv_indptr, -1)
     with pytest.raises(ValueError, match="out was made for 2 extra splits, got 1"):
         m.plan_splits(batch.qo_indptr, batch.kv_indptr, 1, out=m.allocate_plan(1, 2, "cpu"))
+    with pytest.raises(ValueError, match="out was made for Weights"):
+        m.plan_splits(batch.qo_indptr, batch.kv_indptr, 1, weights=WEIGHTS, out=m.allocate_plan(1, 1, "cpu"))
 
 
 if not INTERPRETED:
@@ -652,7 +689,7 @@ if not INTERPRETED:
         limit = SHARED_MEMORY[arch]
         for rows, dim, v_dim, dtype, cache, window, cap, sinks in attention_cases(arch):
             tiles = m.choose_tiles(rows, dim, v_dim, dtype, limit)
-            constants = dict(GROUP=4, D=dim, DV=v_dim, BLOCK_D=m._padded(dim), BLOCK_DV=m._padded(v_dim))
+            constants = dict(HEADS=8, GROUP=4, D=dim, DV=v_dim, BLOCK_D=m._padded(dim), BLOCK_DV=m._padded(v_dim))
             constants |= dict(BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n)
             constants |= dict(HAS_WINDOW=window, HAS_CAP=cap, HAS_SINKS=sinks)
             constants["PRECISION"] = "ieee" if dtype == torch.float32 else "tf32"

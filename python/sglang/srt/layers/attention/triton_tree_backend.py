@@ -291,8 +291,8 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         return TreeRound(
             torch.zeros_like(bits),
             bits.new_zeros(bits.shape[0]) if self._has_window else None,
-            allocate_plan(bs, extra, device),
-            allocate_plan(bs, extra, device) if self._has_window else None,
+            allocate_plan(bs, extra, device, weights),
+            allocate_plan(bs, extra, device, weights) if self._has_window else None,
             shared,
             is_packed=True,
             small_tiles=small_tiles,

@@ -22,6 +22,9 @@ they, at most 2/3 E, are merged. Parts have a fixed order, so two runs give the 
 A request of many nodes keeps more of the device busy per part. Where requests differ that much, lengths are weighted
 with that (`Weights`), and requests of few nodes are cut into more parts than the others.
 
+A program that finds nothing to do still has to be launched. So parts of requests of many nodes come first: T tokens are
+at most T / (few nodes + 1) such requests, which bounds their parts by shapes, and no more programs are made for them.
+
 Nothing here waits for the device, and every launch follows from shapes alone: all functions may be captured in a
 CUDA graph once they have run (a first call compiles).
 
@@ -91,21 +94,34 @@ class SplitPlan:
 
     Attributes:
         items: int32 [bs + E, 4], one part of a prefix each: request (-1: none), first and end index into the
-            request's prefix, slot in scratch memory (-1: the request's only part, which needs none).
+            request's prefix, slot in scratch memory (-1: the request's only part, which needs none). Requests of more
+            than ``weights.few_nodes`` come first.
         requests: int32 [bs, 2], first slot in scratch memory and number of parts.
         merges: int32 [most that can be], the requests of several parts in order, then -1.
         extra_splits: E.
+        weights: of lengths in the sum that L follows from.
     """
 
     items: torch.Tensor
     requests: torch.Tensor
     merges: torch.Tensor
     extra_splits: int
+    weights: Weights = ALIKE
 
     def head(self, bs: int) -> SplitPlan:
         """Views for a smaller batch in buffers made for a larger one."""
         extra = self.extra_splits
-        return SplitPlan(self.items[: bs + extra], self.requests[:bs], self.merges[: _most_merges(bs, extra)], extra)
+        merges = self.merges[: _most_merges(bs, extra)]
+        return SplitPlan(self.items[: bs + extra], self.requests[:bs], merges, extra, self.weights)
+
+    def most_items(self, tokens: int, above: int) -> int:
+        """How many items there can be of requests of more than ``above`` nodes, if a batch has so many tokens.
+
+        They are the first ones.
+        """
+        if above != self.weights.few_nodes:
+            return self.items.shape[0]
+        return min(tokens // (above + 1) + self.extra_splits, self.items.shape[0])
 
 
 @functools.cache
@@ -178,14 +194,14 @@ def _resident(tiles: Tiles) -> int:
     return 2 if tiles.num_warps <= 4 else 1
 
 
-def allocate_plan(bs: int, extra_splits: int, device: torch.device | str) -> SplitPlan:
+def allocate_plan(bs: int, extra_splits: int, device: torch.device | str, weights: Weights = ALIKE) -> SplitPlan:
     """Uninitialised buffers for `plan_splits(..., out=...)`, which writes every cell of them."""
 
     def cells(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     merges = cells(_most_merges(bs, extra_splits))
-    return SplitPlan(cells(bs + extra_splits, 4), cells(bs, 2), merges, extra_splits)
+    return SplitPlan(cells(bs + extra_splits, 4), cells(bs, 2), merges, extra_splits, weights)
 
 
 def scratch_numel(bs: int, extra_splits: int, max_nodes: int, heads: int, v_head_dim: int) -> int:
@@ -218,7 +234,8 @@ def plan_splits(
         extra_splits: E, at least 0; 0: no prefix is split, and a request's result does not depend on others'.
         min_split: keys, the least L; a part may be a quarter shorter.
         weights: of `weigh`, for lengths in the sum that L follows from.
-        out: buffers of exactly this batch (see `allocate_plan` and `SplitPlan.head`), overwritten and returned.
+        out: buffers of exactly this batch and these weights (see `allocate_plan` and `SplitPlan.head`), overwritten and
+            returned.
 
     Raises:
         ValueError: a shape, dtype, device or number is not as above.
@@ -229,10 +246,12 @@ def plan_splits(
     if extra_splits < 0 or min_split < 1:
         raise ValueError(f"extra_splits must be >= 0 and min_split >= 1, got {extra_splits} and {min_split}.")
     if out is None:
-        out = allocate_plan(bs, extra_splits, kv_indptr.device)
+        out = allocate_plan(bs, extra_splits, kv_indptr.device, weights)
     _check_plan("out", out, bs, kv_indptr.device)
     if out.extra_splits != extra_splits:
         raise ValueError(f"out was made for {out.extra_splits} extra splits, got {extra_splits}.")
+    if out.weights != weights:
+        raise ValueError(f"out was made for {out.weights}, got {weights}.")
     if bs:
         _plan_kernel[(triton.cdiv(bs + extra_splits, 16),)](
             qo_indptr,
@@ -288,7 +307,8 @@ def _plan_kernel(
     # Equal parts of whole words, which may leave fewer of them.
     size = tl.maximum(tl.cdiv(tl.cdiv(length, splits), 64) * 64, 64)
     splits = tl.where(real, tl.maximum(tl.cdiv(length, size), 1), 0)
-    end = tl.cumsum(splits, axis=0)
+    many = tl.where(nodes > few_nodes, splits, 0)
+    end = tl.where(nodes > few_nodes, tl.cumsum(many, axis=0), tl.sum(many, axis=0) + tl.cumsum(splits - many, axis=0))
     first = end - splits
     merged = tl.where(splits > 1, splits, 0)
     slot = tl.cumsum(merged, axis=0) - merged
@@ -418,12 +438,10 @@ def tree_attention(
     if bs == 0 or tokens == 0:
         return out
     partial, lse = scratch[: numel // (v_dim + 1) * v_dim], scratch[numel // (v_dim + 1) * v_dim : numel]
-    # Launches by how many rows the requests have that they serve: more than the one number, at most the other.
-    launches = [(tiles, 0, rows)]
-    if small_tiles is not None and small_tiles.block_m < rows:
-        launches = [(tiles, small_tiles.block_m, rows), (small_tiles, 0, small_tiles.block_m)]
-    for used, above, most in launches:
-        _attention_kernel[(triton.cdiv(most, used.block_m), kv_heads, plan.items.shape[0])](
+    for used, above, most, row_tiles, wide_items, other_items in _launches(
+        plan, tokens, rows, group, tiles, small_tiles
+    ):
+        _attention_kernel[(kv_heads * (row_tiles * wide_items + other_items),)](
             q,
             k_tree,
             v_tree,
@@ -449,11 +467,14 @@ def tree_attention(
             rows,
             above,
             most,
+            row_tiles,
+            wide_items,
             sliding_window,
             float(scaling),
             float(logit_cap),
             float(k_scale),
             float(v_scale),
+            HEADS=kv_heads,
             GROUP=group,
             D=dim,
             DV=v_dim,
@@ -491,6 +512,26 @@ def tree_attention(
     return out
 
 
+def _launches(
+    plan: SplitPlan, tokens: int, rows: int, group: int, tiles: Tiles, small_tiles: Tiles | None
+) -> list[tuple[Tiles, int, int, int, int, int]]:
+    """The attention kernel's launches, of programs that have one KV head, item and tile of rows each.
+
+    Returns:
+        Tiles; a launch serves requests of more rows than the next number and at most the one after it; tiles per item;
+        the first items, which have so many tiles each; and items behind them, which have one.
+    """
+    served = [(tiles, 0, rows)]
+    if small_tiles is not None and small_tiles.block_m < rows:
+        served = [(tiles, small_tiles.block_m, rows), (small_tiles, 0, small_tiles.block_m)]
+    launches = []
+    for used, above, most in served:
+        items = plan.most_items(tokens, above // group) if above else plan.items.shape[0]
+        wide_items = min(plan.most_items(tokens, used.block_m // group), items)
+        launches.append((used, above, most, triton.cdiv(most, used.block_m), wide_items, items - wide_items))
+    return launches
+
+
 @triton.jit
 def _product(a, b, acc, PRECISION: tl.constexpr):
     # Triton's interpreter multiplies the bits of a bfloat16, not the number.
@@ -523,7 +564,7 @@ def _logits(q, k, scale, logit_cap, HAS_CAP: tl.constexpr, PRECISION: tl.constex
     return logits * (scale * 1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["words", "max_rows", "rows_above", "rows_most", "window"])
+@triton.jit(do_not_specialize=["words", "max_rows", "rows_above", "rows_most", "row_tiles", "wide_items", "window"])
 def _attention_kernel(
     q_at,
     k_tree,
@@ -556,11 +597,14 @@ def _attention_kernel(
     max_rows,
     rows_above,
     rows_most,
+    row_tiles,
+    wide_items,
     window,
     scaling,
     logit_cap,
     k_scale,
     v_scale,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -574,9 +618,12 @@ def _attention_kernel(
     PRECISION: tl.constexpr,
 ):
     # Tiles of one KV head run side by side, so that the second finds the first one's keys in the L2 cache.
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    item = tl.program_id(2)
+    program = tl.program_id(0)
+    behind = program - row_tiles * HEADS * wide_items
+    tile = tl.where(behind < 0, program % row_tiles, 0)
+    place_of = tl.where(behind < 0, program // row_tiles, behind + HEADS * wide_items)
+    kv_head = place_of % HEADS
+    item = place_of // HEADS
     request = tl.load(items + 4 * item)
     if request < 0:
         return
@@ -661,7 +708,7 @@ def _attention_kernel(
         cells = out + (token * out_stride + head * out_head_stride)[:, None] + dv[None, :]
         tl.store(cells, result.to(out.dtype.element_ty), mask=stored)
     else:
-        place = (slot_out * tl.num_programs(1) + kv_head) * max_rows + row
+        place = (slot_out * HEADS + kv_head) * max_rows + row
         tl.store(partial + place[:, None] * DV + dv[None, :], result, mask=stored)
         tl.store(partial_lse + place, top + tl.log2(weight), mask=real)
 
