@@ -83,6 +83,8 @@ class PackedCommitGraphs(CommitInputs):
         self._max_depth, self._feed, self._device = max_depth, feed, self._seq_lens.device
         totals: list[int] = sorted(runner.capture_num_tokens)
         self._indptr = torch.full((self.largest + 1,), totals[-1], dtype=torch.int32, device=self._device)
+        # Requests and tokens of the last round, behind whose requests they have been filled.
+        self._filled: tuple[int, int] | None = None
         self._lens = torch.zeros(self.largest, dtype=torch.int32, device=self._device)
         self._nodes = allocate_packed(totals[-1], self._trees.whole.ancestor_bits.shape[2], self._device)
         for name in vars(self._nodes):
@@ -126,9 +128,10 @@ class PackedCommitGraphs(CommitInputs):
             for name, tensor in vars(wide).items():
                 getattr(share, name).copy_(tensor)
         held = self._places[total].requests
-        if bs < held:
+        if bs < held and self._filled != (bs, total):
             # No access leaves its tensor, whatever the requests that fill the graph up are taken to have.
             self._indptr[bs + 1 : held + 1].fill_(total)
+        self._filled = bs, total
         if bs != self._running:
             self._is_running[:bs].fill_(1)
             self._is_running[bs:].zero_()
