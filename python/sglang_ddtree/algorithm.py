@@ -61,7 +61,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         if not config.packed or graphs is None or not graphs.bs:
             return num_draft_tokens
         # Packed rounds: what all requests together verify, as if it were dealt out evenly.
-        from sglang.srt.speculative.ddtree_auto import most_tokens
+        from sglang.srt.speculative.ddtree_sizes import most_tokens
 
         requests = min(max(graphs.bs), server_args.max_running_requests)
         return -(-most_tokens(requests, config.budget) // requests)

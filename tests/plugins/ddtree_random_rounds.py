@@ -25,8 +25,8 @@ def shapes(seed: int, decided):
     rng, seen = random.Random(seed), set()
 
     def uniform(worker, batch):
-        from sglang.srt.speculative.ddtree_auto import uniform_widths
         from sglang.srt.speculative.ddtree_round import Uniform
+        from sglang.srt.speculative.ddtree_sizes import uniform_widths
 
         nodes = rng.choice(uniform_widths(worker.config.budget))
         if nodes not in seen:

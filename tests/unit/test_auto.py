@@ -27,25 +27,21 @@ from sglang_ddtree.flags import DDTreeConfig  # noqa: E402
 overlay.lay()
 
 from sglang.srt.speculative import ddtree_auto, ddtree_cost  # noqa: E402
-from sglang.srt.speculative.ddtree_auto import (  # noqa: E402
-    AutoBudget,
-    cache_folder,
-    cost_table,
+from sglang.srt.speculative.ddtree_auto import AutoBudget, request_classes  # noqa: E402
+from sglang.srt.speculative.ddtree_cost import CostTable  # noqa: E402
+from sglang.srt.speculative.ddtree_cost_cache import cache_folder, cost_table, identity_of  # noqa: E402
+from sglang.srt.speculative.ddtree_gain import GRID, PRIOR  # noqa: E402
+from sglang.srt.speculative.ddtree_measure import measure_costs, measure_uniform_costs  # noqa: E402
+from sglang.srt.speculative.ddtree_policy import DEFAULT  # noqa: E402
+from sglang.srt.speculative.ddtree_ragged import bin_edges  # noqa: E402
+from sglang.srt.speculative.ddtree_result import DDTreeBatchResult  # noqa: E402
+from sglang.srt.speculative.ddtree_sizes import (  # noqa: E402
     draft_widths,
-    identity_of,
-    measure_costs,
-    measure_uniform_costs,
     most_tokens,
-    request_classes,
     request_grid,
     token_buckets,
     uniform_widths,
 )
-from sglang.srt.speculative.ddtree_cost import CostTable  # noqa: E402
-from sglang.srt.speculative.ddtree_gain import GRID, PRIOR  # noqa: E402
-from sglang.srt.speculative.ddtree_policy import DEFAULT  # noqa: E402
-from sglang.srt.speculative.ddtree_ragged import bin_edges  # noqa: E402
-from sglang.srt.speculative.ddtree_result import DDTreeBatchResult  # noqa: E402
 
 CONFIG = DDTreeConfig(budget=63, block_size=16, auto=True)
 LOADS = (1, 2, 4, 8, 16, 32, 64)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.triton_tree_backend import reads_ancestor_bits
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.speculative.ddtree_auto import token_buckets
+from sglang.srt.speculative.ddtree_sizes import token_buckets
 from sglang.srt.speculative.dflash_info import DDTreeVerifyInput
 from sglang.srt.utils.common import get_cuda_graph_batch_size_alignment
 from sglang_ddtree.flags import config_of

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.speculative.ddtree_auto import measure_costs, measure_uniform_costs, request_grid
 from sglang.srt.speculative.ddtree_context import LongContexts, batch_of, fitting, lent_slots
 from sglang.srt.speculative.ddtree_cost import CostTable
+from sglang.srt.speculative.ddtree_measure import measure_costs, measure_uniform_costs
+from sglang.srt.speculative.ddtree_sizes import request_grid
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ def measure(
         drafters, target: the graph runners, captured; the drafter's by draft width, and ``target`` is a
             `DDTreeVerifyGraphRunner` of packed rounds.
         commits: the `PackedCommitGraphs`.
-        max_budget, identity: as in `ddtree_auto.measure_costs`.
+        max_budget, identity: as in `ddtree_measure.measure_costs`.
     """
 
     def verify_tokens(total: int) -> tuple[int, int]:
@@ -220,7 +221,7 @@ def measure_uniform(
     Args:
         drafters: as in `measure`.
         targets: the target's graph runners by nodes per request, the root alone among them.
-        identity: as in `ddtree_auto.measure_costs`.
+        identity: as in `ddtree_measure.measure_costs`.
     """
     verify = {nodes: of_runner(runner, partial(_uniform_tokens, runner)) for nodes, runner in targets.items()}
     drafts = {width: of_runner(drafter, partial(_uniform_tokens, drafter)) for width, drafter in drafters.items()}

@@ -27,16 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative import ddtree_timing
-from sglang.srt.speculative.ddtree_auto import (
-    AutoBudget,
-    AutoRound,
-    cost_table,
-    draft_widths,
-    identity_of,
-    request_classes,
-    token_buckets,
-    uniform_widths,
-)
+from sglang.srt.speculative.ddtree_auto import AutoBudget, AutoRound, request_classes
 from sglang.srt.speculative.ddtree_captured_width import CapturedWidth, capture_width
 from sglang.srt.speculative.ddtree_commit_graph import (
     CommitGraphs,
@@ -46,6 +37,7 @@ from sglang.srt.speculative.ddtree_commit_graph import (
     with_own_workspace,
 )
 from sglang.srt.speculative.ddtree_cost import CostTable
+from sglang.srt.speculative.ddtree_cost_cache import cost_table, identity_of
 from sglang.srt.speculative.ddtree_draft_pass import DraftPass
 from sglang.srt.speculative.ddtree_draft_tail import DraftTail, candidates
 from sglang.srt.speculative.ddtree_graph_runner import DDTreeVerifyGraphRunner, ragged_layout
@@ -66,6 +58,7 @@ from sglang.srt.speculative.ddtree_round import (
 )
 from sglang.srt.speculative.ddtree_sampling import choose_tokens, takes_likeliest
 from sglang.srt.speculative.ddtree_simulation import is_simulating, simulate_packed, simulate_walk
+from sglang.srt.speculative.ddtree_sizes import draft_widths, token_buckets, uniform_widths
 from sglang.srt.speculative.ddtree_stats import shadow_stats
 from sglang.srt.speculative.ddtree_topk import local_vocabulary
 from sglang.srt.speculative.ddtree_utils import CommitPlan, DraftTree, WalkResult, plan_commit
