@@ -69,8 +69,10 @@ class DDTreeAlgorithm(CustomSpecAlgo):
     def handle_server_args(self, server_args: Any) -> None:
         """Check the models, then fill in what the generic code reads. Mutates ``server_args``."""
         config = config_of(server_args)
+        requirements.check_resolved(server_args)
         config = dataclasses.replace(config, block_size=requirements.check_models(server_args, config))
         config = requirements.settle_auto_by_target(config, server_args, server_args.get_model_config())
+        config = requirements.settle_auto_by_graphs(config, server_args)
         server_args._ddtree_config = config
 
         # One step whose branching is the cap: only the sizes derived from these fields matter.

@@ -90,6 +90,9 @@ def _forces_triton(fields: dict[str, Any]) -> bool:
     return not on_cpu(fields) and is_sm120(int(fields.get("base_gpu_id") or 0))
 
 
+_NO_GRAPHS = "rounds without graphs have no times to decide by"
+_PADS = "SGLang pads the batches of its ranks as if all requests had as many tokens"
+
 # Flags that are refused whatever their value is, when it is set: field, reason, remedy.
 _NEVER = (
     (
@@ -123,11 +126,13 @@ _NEVER = (
         "SGLang keeps no copy of the drafter's buffers while memory is released",
         "Drop the flag",
     ),
-    (
-        "enable_deterministic_inference",
-        "the target's numbers depend on how many nodes and requests are verified together",
-        "Drop the flag",
+    *(
+        (name, "the target's numbers depend on how many nodes and requests are verified together", "Drop the flag")
+        for name in ("enable_deterministic_inference", "rl_on_policy_target")
     ),
+    ("enable_pdmux", "its prefill brings no features for the drafter", "Drop the flag"),
+    ("enable_prefill_cp", "no rank has the drafter's features of a whole prompt", "Use --tp-size"),
+    ("moe_dense_tp_size", _PADS, "Drop the flag"),
     *(
         (
             name,
@@ -142,6 +147,9 @@ _NEVER = (
 _ONLY = (
     ("pp_size", 1, "drafting needs every target layer on one rank", "Use --tp-size"),
     ("dcp_size", 1, "SGLang's tree masks know no context parallelism", "Use --tp-size"),
+    ("attn_cp_size", 1, "no rank has the drafter's features of a whole prompt", "Use --tp-size"),
+    ("moe_a2a_backend", "none", _PADS, "Use none, with --ep-size if experts are to be dealt out"),
+    ("kv_canary", "none", "a tree moves KV slots, which it takes for damage", "Use none"),
     (
         "disaggregation_mode",
         "null",
@@ -224,6 +232,18 @@ def check_fields(fields: dict[str, Any]) -> None:
         )
 
 
+def check_resolved(server_args: Any) -> None:
+    """Refuse what SGLang itself has made of the arguments, by environment variables and other flags.
+
+    Raises:
+        FlagError: as `check_fields`.
+    """
+    served = {"moe_a2a_backend": getattr(server_args, "moe_a2a_backend", None)}
+    for field, only, reason, remedy in _ONLY:
+        if served.get(field) not in (None, only):
+            _refuse(field, served[field], reason, remedy)
+
+
 def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTreeConfig:
     """The config as far as the arguments let the budget follow the load.
 
@@ -242,6 +262,7 @@ def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTre
     for field, value in (
         ("disable_cuda_graph_padding", "its graphs hold any requests that fit"),
         ("enable_two_batch_overlap", "its graphs do not split a batch in two"),
+        ("enable_torch_compile", "SGLang compiles graphs by their requests, and these have tokens"),
     ):
         if fields.get(field):
             flag = f"--{field.replace('_', '-')}"
@@ -259,15 +280,24 @@ def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTre
 
 
 def _untimed(fields: dict[str, Any]) -> str | None:
-    """Why rounds will have no times, which are those of captured graphs."""
+    """Why rounds will have no times, as far as the arguments tell."""
     if on_cpu(fields):
         return "rounds on a CPU have no times to decide by"
-    for field in ("disable_cuda_graph", "disable_decode_cuda_graph"):
+    for field in ("debug_tensor_dump_output_folder", "msprobe_dump_config"):
+        # SGLang switches the graphs off for these once the algorithm has been asked.
         if fields.get(field):
-            return f"--{field.replace('_', '-')}: rounds without graphs have no times to decide by"
-    if fields.get("cuda_graph_backend_decode") == "disabled":
-        return "--cuda-graph-backend-decode disabled: rounds without graphs have no times to decide by"
+            return f"--{field.replace('_', '-')}: {_NO_GRAPHS}"
+    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0:
+        return "rounds of SGLANG_SIMULATE_ACC_LEN have no times to decide by"
     return None
+
+
+def settle_auto_by_graphs(config: DDTreeConfig, server_args: Any) -> DDTreeConfig:
+    """The config where SGLang captures no graphs for decoding, whatever the reason: auto is no default there."""
+    decode = getattr(server_args.cuda_graph_config, "decode", None)
+    if config.auto_by_default and (decode is None or decode.backend == "disabled"):
+        return settle_auto(config, f"CUDA graphs for decoding are disabled: {_NO_GRAPHS}", "Ask for it")
+    return config
 
 
 def settle_auto_by_target(config: DDTreeConfig, server_args: Any, target: Any) -> DDTreeConfig:

@@ -61,6 +61,38 @@ FLAGS = [
         ),
     ),
     pytest.param(
+        {"attn_cp_size": 2},
+        marks=pytest.mark.feature(
+            "`--attn-cp-size`, `--enable-prefill-cp`",
+            refused="DDTREE does not support --attn-cp-size 2: no rank has the drafter's features of a whole prompt. "
+            "Use --tp-size.",
+        ),
+    ),
+    pytest.param(
+        {"moe_a2a_backend": "deepep"},
+        marks=pytest.mark.feature(
+            "`--moe-a2a-backend` other than none, `--moe-dense-tp-size`",
+            refused="DDTREE does not support --moe-a2a-backend deepep: SGLang pads the batches of its ranks as if all "
+            "requests had as many tokens. Use none, with --ep-size if experts are to be dealt out.",
+        ),
+    ),
+    pytest.param(
+        {"kv_canary": "log"},
+        marks=pytest.mark.feature(
+            "`--kv-canary`",
+            refused="DDTREE does not support --kv-canary log: a tree moves KV slots, which it takes for damage. Use "
+            "none.",
+        ),
+    ),
+    pytest.param(
+        {"enable_pdmux": True},
+        marks=pytest.mark.feature(
+            "`--enable-pdmux`",
+            refused="DDTREE does not support --enable-pdmux: its prefill brings no features for the drafter. Drop the "
+            "flag.",
+        ),
+    ),
+    pytest.param(
         {"enable_dp_attention": True},
         marks=pytest.mark.feature(
             "`--enable-dp-attention`",

@@ -74,7 +74,14 @@ REFUSED = [
     ("enable_linear_replayssm_spec", True, "--enable-linear-replayssm-spec", "Drop the flag."),
     ("enable_deterministic_inference", True, "--enable-deterministic-inference", "Drop the flag."),
     ("enable_memory_saver", True, "--enable-memory-saver", "Drop the flag."),
+    ("rl_on_policy_target", "fsdp", "--rl-on-policy-target fsdp", "Drop the flag."),
+    ("enable_pdmux", True, "--enable-pdmux", "Drop the flag."),
+    ("kv_canary", "log", "--kv-canary log", "Use none."),
     ("dcp_size", 2, "--dcp-size 2", "Use --tp-size."),
+    ("attn_cp_size", 2, "--attn-cp-size 2", "Use --tp-size."),
+    ("enable_prefill_cp", True, "--enable-prefill-cp", "Use --tp-size."),
+    ("moe_dense_tp_size", 1, "--moe-dense-tp-size 1", "Drop the flag."),
+    ("moe_a2a_backend", "deepep", "--moe-a2a-backend deepep", "Use none, with --ep-size"),
     (
         "speculative_draft_attention_backend",
         "fa4",
@@ -619,7 +626,7 @@ def test_auto_needs_a_backend_that_packs(fields, named, monkeypatch):
     assert requirements.settle_auto_by_fields(by_default, fields) == number
 
 
-@pytest.mark.parametrize("field", ["disable_cuda_graph_padding", "enable_two_batch_overlap"])
+@pytest.mark.parametrize("field", ["disable_cuda_graph_padding", "enable_two_batch_overlap", "enable_torch_compile"])
 def test_auto_needs_graphs_that_hold_any_batch(field, monkeypatch):
     pretend_gpu(monkeypatch)
     fields = {"attention_backend": "triton", field: True}
@@ -634,11 +641,9 @@ def test_auto_needs_graphs_that_hold_any_batch(field, monkeypatch):
     "fields, reason",
     [
         ({"device": "cpu", "attention_backend": "torch_native"}, "rounds on a CPU"),
-        ({"disable_cuda_graph": True}, "--disable-cuda-graph: rounds without graphs"),
-        ({"disable_decode_cuda_graph": True}, "--disable-decode-cuda-graph: rounds without graphs"),
-        ({"cuda_graph_backend_decode": "disabled"}, "--cuda-graph-backend-decode disabled: rounds without graphs"),
+        ({"debug_tensor_dump_output_folder": "x"}, "--debug-tensor-dump-output-folder: rounds without graphs"),
+        ({"msprobe_dump_config": "x"}, "--msprobe-dump-config: rounds without graphs"),
         ({}, None),
-        ({"cuda_graph_backend_decode": "full"}, None),
     ],
     ids=str,
 )
@@ -655,6 +660,31 @@ def test_auto_is_no_default_where_rounds_have_no_times(fields, reason, monkeypat
         return
     assert settled == DDTreeConfig()
     assert f"budget 15 instead of auto: {reason} have no times to decide by." in caplog.text
+
+
+def test_auto_is_no_default_with_a_forced_acceptance(monkeypatch):
+    pretend_gpu(monkeypatch)
+    by_default = dataclasses.replace(AUTO, auto_by_default=True, most_given=False)
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3.5")
+    assert requirements.settle_auto_by_fields(by_default, {"attention_backend": "triton"}) == DDTreeConfig()
+    assert requirements.settle_auto_by_fields(AUTO, {"attention_backend": "triton"}) is AUTO
+
+
+@pytest.mark.parametrize("backend, timed", [("full", True), ("disabled", False)])
+def test_auto_is_no_default_without_decode_graphs(backend, timed):
+    """Whatever switched them off: SGLang has decided by then."""
+    server_args = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend)))
+    by_default = dataclasses.replace(AUTO, auto_by_default=True, most_given=False)
+    settled = requirements.settle_auto_by_graphs(by_default, server_args)
+    assert settled is by_default if timed else settled == DDTreeConfig()
+    assert requirements.settle_auto_by_graphs(AUTO, server_args) is AUTO
+    assert requirements.settle_auto_by_graphs(DDTreeConfig(), server_args) == DDTreeConfig()
+
+
+def test_what_sglang_makes_of_the_arguments_is_refused_as_well():
+    requirements.check_resolved(SimpleNamespace(moe_a2a_backend="none"))
+    with pytest.raises(FlagError, match="--moe-a2a-backend deepep: SGLang pads the batches"):
+        requirements.check_resolved(SimpleNamespace(moe_a2a_backend="deepep"))
 
 
 def settle(config, target):
