@@ -60,6 +60,7 @@ mutations: venv
 bench: model
 	$(BIN)/python benchmarks/bench_round.py --out $(BENCH_OUT)/bench_round $(BENCH_FLAGS)
 	$(BIN)/python benchmarks/bench_serving.py --out $(BENCH_OUT)/bench_serving $(BENCH_FLAGS)
+	$(BIN)/python benchmarks/bench_replay.py --out $(BENCH_OUT)/bench_replay $(BENCH_FLAGS)
 	$(BIN)/python benchmarks/bench_simulated.py --out $(BENCH_OUT)/bench_simulated $(BENCH_FLAGS)
 	$(if $(findstring --smoke,$(BENCH_FLAGS)),,$(BIN)/python benchmarks/bench_tree.py --out $(BENCH_OUT)/bench_tree)
 

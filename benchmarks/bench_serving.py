@@ -292,9 +292,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="npz of recorded drafts, or its meta.npz")
     parser.add_argument("--limit", type=int, help="use this many prompts")
     parser.add_argument("--requests", nargs="+", type=int, default=list(TARGETS), help="running at once")
-    parser.add_argument("--budget", type=int, default=15)
+    parser.add_argument("--budget", type=int, default=15, help="the number to measure and judge beside auto")
     parser.add_argument("--topk-cap", type=int, default=8)
-    parser.add_argument("--only", nargs="+", metavar="MODE", help="of plain, dflash-WIDTH, ddtree-BUDGET")
+    parser.add_argument(
+        "--only", nargs="+", metavar="MODE", help=f"of plain, dflash-WIDTH, ddtree-BUDGET, {servers.AUTO}"
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--backend", default="triton", help="attention backend of every server on a GPU")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens at most")
@@ -335,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     prompts = tiny_prompts(6) if args.smoke else recorded_prompts(args.prompts)[: args.limit]
     tree = f"ddtree-{args.budget}"
-    modes = servers.select_modes([PLAIN, CHAIN, tree], args.only)
+    modes = servers.select_modes([PLAIN, CHAIN, tree, servers.AUTO], args.only)
     folder, identity = args.out.parent / "servers", report.identity()
     plain = plans_for(args, [PLAIN])[0]
 

@@ -70,9 +70,10 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         """Check the models, then fill in what the generic code reads. Mutates ``server_args``."""
         config = config_of(server_args)
         requirements.check_resolved(server_args)
-        config = dataclasses.replace(config, block_size=requirements.check_models(server_args, config))
+        # First: what else is checked depends on the budget.
         config = requirements.settle_auto_by_target(config, server_args, server_args.get_model_config())
         config = requirements.settle_auto_by_graphs(config, server_args)
+        config = dataclasses.replace(config, block_size=requirements.check_models(server_args, config))
         server_args._ddtree_config = config
 
         # One step whose branching is the cap: only the sizes derived from these fields matter.

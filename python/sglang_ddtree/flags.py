@@ -47,7 +47,7 @@ class DDTreeConfig:
     block_size: int | None = None
     """The drafter's block size D, None until it has been inferred."""
     auto: bool = False
-    """How many nodes are verified is decided round by round, for all running requests together."""
+    """How many nodes are verified follows the load, for all running requests together."""
     auto_by_default: bool = False
     """Auto because nothing was asked for: where it cannot be served, `FIXED_BUDGET` is."""
     uniform: bool = False
@@ -158,16 +158,18 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=_argparse_type("budget"),
         metavar="B",
         help="DDTREE: nodes drafted per round and request, the root not counted; the target verifies B + 1 "
-        f"tokens a round. 1 to {MAX_BUDGET}, or {AUTO}: decided every round for all running requests together. "
-        f"Default {AUTO}, and {FIXED_BUDGET} where that cannot be had or has no round times: on a CPU, without "
-        "CUDA graphs, on attention backends other than triton and on targets with recurrent layers.",
+        f"tokens a round. 1 to {MAX_BUDGET}, or {AUTO}: decided for all running requests together, as the load goes. "
+        f"Default {AUTO}, and {FIXED_BUDGET} where that cannot be served or has no round times to go by: on a CPU, "
+        "without decode CUDA graphs, on attention backends other than triton, on targets with recurrent layers, and "
+        "with a few flags more.",
     )
     group.add_argument(
         flag_name("max_budget"),
         type=_argparse_type("max_budget"),
         metavar="M",
         help=f"DDTREE: with {flag_name('budget')} {AUTO}, the most nodes drafted per round and request. 1 to "
-        f"{MAX_AUTO_BUDGET}, default {MAX_AUTO_BUDGET}, and {HYBRID_AUTO_BUDGET} on a target with recurrent layers.",
+        f"{MAX_AUTO_BUDGET}, default {MAX_AUTO_BUDGET}, and {HYBRID_AUTO_BUDGET} on a target with recurrent layers. "
+        f"Giving it asks for {AUTO}.",
     )
     group.add_argument(
         flag_name("topk_cap"),

@@ -107,7 +107,7 @@ _NEVER = (
         "the compact draft cache is not implemented for trees",
         "Drop the flag",
     ),
-    ("speculative_adaptive", "the verify width is fixed by the budget", "Drop the flag"),
+    ("speculative_adaptive", "the tree's size follows from its own flags", "Drop the flag"),
     (
         "enable_return_routed_experts",
         "a tree moves KV slots, and the routing recorded for a slot would stay behind",

@@ -192,7 +192,7 @@ FLAGS = [
         {"speculative_adaptive": True},
         marks=pytest.mark.feature(
             "`--speculative-adaptive`",
-            refused="DDTREE does not support --speculative-adaptive: the verify width is fixed by the budget. Drop "
+            refused="DDTREE does not support --speculative-adaptive: the tree's size follows from its own flags. Drop "
             "the flag.",
         ),
     ),
@@ -311,7 +311,7 @@ OWN_FLAGS = [
     pytest.param(
         {"speculative_ddtree_budget": 15, "speculative_ddtree_max_budget": 31},
         marks=pytest.mark.feature(
-            "`--speculative-ddtree-max-budget` without budget auto",
+            "`--speculative-ddtree-max-budget` with a budget that is a number",
             refused="--speculative-ddtree-max-budget 31 needs --speculative-ddtree-budget auto, got 15. Give "
             "--speculative-ddtree-budget auto, or drop the flag.",
         ),

@@ -313,7 +313,14 @@ class DDTreeWorker(DFlashWorkerV2):
             self._warm_up_uniform()
         commits = self._commit_graphs
         if not self._uniform and not isinstance(commits, PackedCommitGraphs):
-            return  # without graphs there is nothing to time
+            if self.ps.tp_rank == 0:
+                logger.warning(
+                    "DDTREE: no CUDA graphs hold whole rounds here, so that there are no times to decide by: every "
+                    "request has about %d nodes. A number as %s takes less memory.",
+                    min(FIXED_BUDGET, self.config.budget),
+                    flag_name("budget"),
+                )
+            return
         most = max(max(graphs.capture_bs) for graphs in (runner, *drafters.values()))
         identity = identity_of(self.server_args, self.config, widths or buckets, tuple(self._draft_passes), most)
         measure: Callable[[], CostTable]
