@@ -9,10 +9,12 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from pairs import BLOCK_SIZE, DEVICE_ROUND, Pair
 from serving import Server, accepted_drafts_histogram, output_ids
 
 DEPTH = BLOCK_SIZE - 1
+ON_GPU = torch.cuda.is_available()
 PROMPTS = [list(b"hello tree"), list(b"a second, longer prompt"), list(b"0123456789 " * 6)]
 SCRIPTS: dict[str, list[list[int]] | None] = {
     "side branches": [[0, 1, 0, 0, 0, 0, 0], [1, 0, 0, -1, -1, -1, -1], [-1] * DEPTH],
@@ -72,6 +74,19 @@ def test_what_it_says_of_itself(qwen3: Pair) -> None:
     assert committed >= 3 * 19
     assert grown["sglang:ddtree_auto_expected_tokens_total"] > 0
     assert grown["sglang:ddtree_auto_verify_tokens_count"] > 0
+    log = (qwen3.folder / "auto.log").read_text()
+    assert ("there are no times to decide by: every request has about 15 nodes" in log) == (not ON_GPU)
+
+
+def test_the_default(qwen3: Pair) -> None:
+    """Auto where rounds have times, else 15 nodes, and the log says why."""
+    server = qwen3.server("default", env={"SGLANG_DDTREE_CACHE_DIR": str(qwen3.folder / "costs")})
+    assert json.loads(server.get("/server_info"))["ddtree"]["budget"] == ("auto" if ON_GPU else 15)
+    log = (qwen3.folder / "default.log").read_text()
+    assert ("budget 15 instead of auto: rounds on a CPU have no times to decide by" in log) == (not ON_GPU)
+    assert_exact(qwen3, server, "side branches", max_new_tokens=40, ignore_eos=True)
+    server.assert_pool_empty()
+    qwen3.stop("default")
 
 
 WIDTHS = (BLOCK_SIZE // 2, BLOCK_SIZE)
