@@ -279,6 +279,8 @@ def _measure_group(
                     ready.append((plan, server))
                 except Exception as error:
                     _note(errors, plan, "did not start", error)
+                    # It may be loading yet, beside servers that time their rounds.
+                    server.stop()
         # Point by point and not server by server: what else the machine does changes from minute to minute, and what is
         # compared with each other should be measured close together.
         for point in dict.fromkeys(point for plan, _ in ready for point in plan.points):

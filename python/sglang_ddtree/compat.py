@@ -17,6 +17,7 @@ INTERNALS: dict[str, dict[str, _Signature]] = {
         # Arguments and registration.
         "sglang.srt.server_args.ServerArgs.add_cli_args": ("parser",),
         "sglang.srt.server_args.ServerArgs.from_cli_args": ("args",),
+        "sglang.srt.arg_groups.overrides.resolved_view": ("server_args",),
         "sglang.srt.server_args.ServerArgs.get_model_config": ("self",),
         "sglang.srt.server_args.ServerArgs.override": ("self", "source", "fields"),
         "sglang.srt.speculative.spec_registry.CustomSpecAlgo.create_worker": ("self", "server_args"),

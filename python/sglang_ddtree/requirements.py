@@ -91,7 +91,7 @@ def _forces_triton(fields: dict[str, Any]) -> bool:
 
 
 _NO_GRAPHS = "rounds without graphs have no times to decide by"
-_PADS = "SGLang pads the batches of its ranks as if all requests had as many tokens"
+_PADS = "SGLang pads the batches of its ranks there, which has not been tried with trees"
 
 # Flags that are refused whatever their value is, when it is set: field, reason, remedy.
 _NEVER = (
@@ -131,7 +131,14 @@ _NEVER = (
         for name in ("enable_deterministic_inference", "rl_on_policy_target")
     ),
     ("enable_pdmux", "its prefill brings no features for the drafter", "Drop the flag"),
-    ("enable_prefill_cp", "no rank has the drafter's features of a whole prompt", "Use --tp-size"),
+    *(
+        (name, "no rank has the drafter's features of a whole prompt", "Use --tp-size")
+        for name in (
+            "enable_prefill_cp",
+            "enable_prefill_context_parallel",
+            "enable_dsa_prefill_context_parallel",
+        )
+    ),
     ("moe_dense_tp_size", _PADS, "Drop the flag"),
     *(
         (
@@ -163,6 +170,9 @@ _ONLY = (
         "Use --tokenizer-worker-num 1",
     ),
 )
+
+# Of both, what SGLang may set by itself.
+_RESOLVED = ("enable_dp_attention", "enable_prefill_cp", "moe_dense_tp_size", "attn_cp_size", "moe_a2a_backend")
 
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
 _PHASE_BACKENDS = ("prefill_attention_backend", "decode_attention_backend")
@@ -233,15 +243,23 @@ def check_fields(fields: dict[str, Any]) -> None:
 
 
 def check_resolved(server_args: Any) -> None:
-    """Refuse what SGLang itself has made of the arguments, by environment variables and other flags.
+    """Refuse what SGLang itself makes of the arguments, by environment variables, the target and older flags.
+
+    Args:
+        server_args: in the middle of their resolution, as an algorithm sees them.
 
     Raises:
         FlagError: as `check_fields`.
     """
-    served = {"moe_a2a_backend": getattr(server_args, "moe_a2a_backend", None)}
-    for field, only, reason, remedy in _ONLY:
-        if served.get(field) not in (None, only):
-            _refuse(field, served[field], reason, remedy)
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    resolved = resolved_view(server_args)
+    for field, reason, remedy in _NEVER:
+        if field in _RESOLVED and getattr(resolved, field, None) not in (None, False):
+            _refuse(field, getattr(resolved, field), reason, remedy)
+    for field, served, reason, remedy in _ONLY:
+        if field in _RESOLVED and getattr(resolved, field, None) not in (None, served):
+            _refuse(field, getattr(resolved, field), reason, remedy)
 
 
 def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTreeConfig:

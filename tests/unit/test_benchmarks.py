@@ -422,7 +422,7 @@ def test_servers_start_together_and_one_failure_leaves_the_others(events, tmp_pa
     assert errors == {"dflash-16": "did not start: RuntimeError: exit code 1"}
     assert records["dflash-16"].points == {} and records["ddtree-7"].points == {"a": 1}
     assert events() == [
-        *("start one", "start dying", "ready one", "measure one", "stop one", "stop dying"),
+        *("start one", "start dying", "ready one", "stop dying", "measure one", "stop one"),
         *("start three", "ready three", "measure three", "stop three"),
     ]
 

@@ -36,7 +36,20 @@ def test_equals_the_same_steps_one_by_one(seed: int) -> None:
     earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
     committed = []
     # Full and cut trees, roots alone, a tail behind all nodes, padded sizes, and a larger batch's remains.
-    for raw, total in ((4, 32), (3, 12), (3, 12), (2, 2), (1, 8), (3, 4), (4, 20), (1, 1), (2, 20), (2, 20), (4, 8)):
+    for raw, total in (
+        (4, 32),
+        (3, 12),
+        (3, 12),
+        (2, 2),
+        (1, 8),
+        (3, 4),
+        (4, 20),
+        (1, 1),
+        (2, 20),
+        (2, 20),
+        (2, 8),
+        (4, 8),
+    ):
         plain = total < raw + 1 or (raw, total) == (3, 4)
         ids = torch.from_numpy(rng.permuted(np.tile(np.arange(20), (raw, DEPTH, 1)), axis=-1)[..., :TOPK].copy())
         logprobs = torch.from_numpy(-np.sort(rng.exponential(size=(raw, DEPTH, TOPK)).astype(np.float32), axis=-1))

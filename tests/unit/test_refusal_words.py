@@ -72,8 +72,8 @@ FLAGS = [
         {"moe_a2a_backend": "deepep"},
         marks=pytest.mark.feature(
             "`--moe-a2a-backend` other than none, `--moe-dense-tp-size`",
-            refused="DDTREE does not support --moe-a2a-backend deepep: SGLang pads the batches of its ranks as if all "
-            "requests had as many tokens. Use none, with --ep-size if experts are to be dealt out.",
+            refused="DDTREE does not support --moe-a2a-backend deepep: SGLang pads the batches of its ranks there, "
+            "which has not been tried with trees. Use none, with --ep-size if experts are to be dealt out.",
         ),
     ),
     pytest.param(

@@ -80,6 +80,7 @@ REFUSED = [
     ("dcp_size", 2, "--dcp-size 2", "Use --tp-size."),
     ("attn_cp_size", 2, "--attn-cp-size 2", "Use --tp-size."),
     ("enable_prefill_cp", True, "--enable-prefill-cp", "Use --tp-size."),
+    ("enable_prefill_context_parallel", True, "--enable-prefill-context-parallel", "Use --tp-size."),
     ("moe_dense_tp_size", 1, "--moe-dense-tp-size 1", "Drop the flag."),
     ("moe_a2a_backend", "deepep", "--moe-a2a-backend deepep", "Use none, with --ep-size"),
     (
@@ -681,10 +682,18 @@ def test_auto_is_no_default_without_decode_graphs(backend, timed):
     assert requirements.settle_auto_by_graphs(DDTreeConfig(), server_args) == DDTreeConfig()
 
 
-def test_what_sglang_makes_of_the_arguments_is_refused_as_well():
-    requirements.check_resolved(SimpleNamespace(moe_a2a_backend="none"))
-    with pytest.raises(FlagError, match="--moe-a2a-backend deepep: SGLang pads the batches"):
-        requirements.check_resolved(SimpleNamespace(moe_a2a_backend="deepep"))
+@pytest.mark.parametrize(
+    "field, value",
+    [("moe_a2a_backend", "deepep"), ("attn_cp_size", 2), ("enable_dp_attention", True), ("moe_dense_tp_size", 1)],
+)
+def test_what_sglang_makes_of_the_arguments_is_refused_as_well(field, value):
+    """Its own decisions are beside the arguments until all of them have been made."""
+    given = dict(moe_a2a_backend="none", attn_cp_size=1, enable_dp_attention=False, moe_dense_tp_size=None)
+    given |= dict(enable_prefill_cp=False)
+    requirements.check_resolved(SimpleNamespace(**given, _resolved_overrides=[]))
+    decided = SimpleNamespace(**given, _resolved_overrides=[("SGLang", {field: value})])
+    with pytest.raises(FlagError, match=f"--{field.replace('_', '-')}"):
+        requirements.check_resolved(decided)
 
 
 def settle(config, target):

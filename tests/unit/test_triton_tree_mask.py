@@ -171,23 +171,34 @@ def test_requests_of_few_nodes_have_tiles_of_their_own(extra_splits):
         assert not parents or not torch.equal(alone[own][part], alone[other][part])
 
 
-# Requests of many nodes stand between those of few, none and several parts; as many of them as there can be.
-MANY_AND_FEW = [5, 9, 1, 40, 0, 9, 3, 9, 33, 0, 9], [70, 300, 9, 133, 50, 1, 400, 65, 90, 7, 130]
+# Between requests of few nodes and of none: as many of many nodes as so many tokens, two of nobody with them, can be.
+FULL = {8: [9, 0, 9, 1, 0, 9, 9, 0, 2, 0, 9], 32: [5, 33, 0, 1, 0, 33, 2, 0]}
 
 
 @on_device
 @pytest.mark.parametrize("few_nodes, narrow", [(8, True), (32, False), (32, True), (8, False)])
 @pytest.mark.parametrize("extra_splits", (0, 5))
-def test_no_more_programs_than_there_can_be_parts(extra_splits, few_nodes, narrow):
+def test_no_more_programs_than_there_can_be_parts(extra_splits, few_nodes, narrow, monkeypatch):
     """The same numbers bit for bit, whichever requests come first; with 2 query heads per KV head."""
-    sizes, contexts = MANY_AND_FEW
-    batch = Batch([random_tree(nodes, nodes) if nodes else [] for nodes in sizes], contexts)
+    sizes, contexts = FULL[few_nodes], [70, 300, 9, 133, 50, 640, 400, 65, 90, 7, 130]
+    batch = Batch([random_tree(nodes, nodes) if nodes else [] for nodes in sizes], contexts[: len(sizes)])
+    assert len(batch.q) // (few_nodes + 1) == sum(nodes > few_nodes for nodes in sizes)
     tiles = dict(tiles=m.Tiles(64, 32, 4, 1), small_tiles=m.Tiles(16, 16, 4, 1) if narrow else None)
+    programs, launches = [], m._launches
+
+    def counted(*args):
+        made = launches(*args)
+        programs.append(sum(row_tiles * wide + others for *_, row_tiles, wide, others in made))
+        return made
+
+    monkeypatch.setattr(m, "_launches", counted)
     # Of this weight, lengths count as if they were not weighted.
     weights = m.Weights(few_nodes=few_nodes, tile_nodes=64, tile_weight=1)
     weighted = batch.run(extra_splits, weights=weights, **tiles)
     assert torch.equal(weighted.nan_to_num(7), batch.run(extra_splits, **tiles).nan_to_num(7))
     torch.testing.assert_close(weighted.float(), batch.expected(), rtol=0, atol=1e-5, equal_nan=True)
+    # One tile of 64 rows holds all requests of 9 nodes, so that there is nothing to spare without small tiles.
+    assert programs[0] < programs[1] if (few_nodes, narrow) != (8, False) else programs[0] == programs[1]
 
 
 def test_programs_follow_from_shapes():

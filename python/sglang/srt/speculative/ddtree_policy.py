@@ -163,7 +163,7 @@ def _plain_round(requests: int, cost: CostTable | None, context_tokens: float) -
 class _AsGoodAs:
     """Gains as if every draft's nodes were worth what those of one width are."""
 
-    def __init__(self, gain: GainCurve, draft_width: int) -> None:
+    def __init__(self, gain: _NoWorseThanNarrower, draft_width: int) -> None:
         self._gain, self._width, self.max_nodes = gain, draft_width, gain.max_nodes
 
     def at(self, requests: int, nodes: np.ndarray, draft_width: int) -> np.ndarray:
@@ -230,10 +230,10 @@ class Policy:
         Raises:
             ValueError: as `choose`.
         """
-        factor = self.calibration.factor(classes)
+        factor, gain = self.calibration.factor(classes), _NoWorseThanNarrower(self.gain)
         choice = self.current = choose(
             requests,
-            _NoWorseThanNarrower(self.gain),
+            gain,
             self.cost,
             self._totals(requests),
             self._current_of(requests),
@@ -254,8 +254,8 @@ class Policy:
         if narrower is not None:
             own = partial(self._best_of, narrower, requests, factor, context_tokens)
             # How long it takes is known well: only what its nodes are worth may be a mistake.
-            if own(_AsGoodAs(self.gain, choice.draft_width)).rate > choice.rate:
-                return replace(own(self.gain), probe=True)
+            if own(_AsGoodAs(gain, choice.draft_width)).rate > choice.rate:
+                return replace(own(gain), probe=True)
         if choice.draft_width == widest:
             self._waited, self._wait = 0, self._settings.probe_first
             return choice
@@ -263,6 +263,7 @@ class Policy:
         wait = self._wait * (self._settings.probe_narrow if choice.draft_width else 1)
         if self._waited < wait or max(self._totals(requests), default=0) < requests:
             return choice
+        # By what it told itself: never taken to be worth less than narrower ones, it would be made again and again.
         probe = self._best_of(widest, requests, factor, context_tokens, self.gain)
         clearly_worse = probe.rate < choice.rate * self._settings.probe_clear
         self._waited = 0
@@ -292,7 +293,12 @@ class Policy:
         return found
 
     def _best_of(
-        self, width: int, requests: int, factor: float, context_tokens: float, gain: GainCurve | _AsGoodAs
+        self,
+        width: int,
+        requests: int,
+        factor: float,
+        context_tokens: float,
+        gain: GainCurve | _AsGoodAs | _NoWorseThanNarrower,
     ) -> Choice:
         """The best round that drafts this width."""
         return choose(
