@@ -7,6 +7,7 @@ first error names what the user typed; :func:`check_models` looks at the two che
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,6 +186,23 @@ def _refuse(field: str, got: Any, reason: str, remedy: str) -> None:
     raise FlagError(f"DDTREE does not support {flag}{value}: {reason}. {remedy}.")
 
 
+def _check_listed(get: Callable[[str], Any]) -> None:
+    """Refuse by `_NEVER` and `_ONLY`; ``get`` gives a field's value, None if nothing is to be said of it."""
+    for field, reason, remedy in _NEVER:
+        value = get(field)
+        # A zero was given, and is refused too.
+        if value is not None and value is not False and value != []:
+            _refuse(field, value, reason, remedy)
+    for field, served, reason, remedy in _ONLY:
+        if get(field) is not None and get(field) != served:
+            _refuse(field, get(field), reason, remedy)
+
+
+def _simulates() -> bool:
+    """Whether SGLang is told to force how many tokens a round commits."""
+    return float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0
+
+
 def check_fields(fields: dict[str, Any]) -> None:
     """Refuse what no model could make work.
 
@@ -200,14 +218,7 @@ def check_fields(fields: dict[str, Any]) -> None:
             "drafter for this target, e.g. z-lab/Qwen3-8B-DFlash-b16 for Qwen/Qwen3-8B."
         )
     _check_device(fields)
-    for field, reason, remedy in _NEVER:
-        value = get(field)
-        # A zero was given, and is refused too.
-        if value is not None and value is not False and value != []:
-            _refuse(field, value, reason, remedy)
-    for field, served, reason, remedy in _ONLY:
-        if get(field) is not None and get(field) != served:
-            _refuse(field, get(field), reason, remedy)
+    _check_listed(get)
     allowed = backends_for(fields)
     for field in () if _forces_triton(fields) else _BACKEND_FLAGS:
         if get(field) is not None and get(field) not in allowed:
@@ -226,7 +237,7 @@ def check_fields(fields: dict[str, Any]) -> None:
             "Use --kv-cache-dtype auto",
         )
     simulated_tokens = os.environ.get("SGLANG_SIMULATE_ACC_TOKEN_MODE") or "fixed"
-    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0 and simulated_tokens != "fixed":
+    if _simulates() and simulated_tokens != "fixed":
         _refuse(
             "SGLANG_SIMULATE_ACC_TOKEN_MODE",
             simulated_tokens,
@@ -254,12 +265,7 @@ def check_resolved(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolved_view
 
     resolved = resolved_view(server_args)
-    for field, reason, remedy in _NEVER:
-        if field in _RESOLVED and getattr(resolved, field, None) not in (None, False):
-            _refuse(field, getattr(resolved, field), reason, remedy)
-    for field, served, reason, remedy in _ONLY:
-        if field in _RESOLVED and getattr(resolved, field, None) not in (None, served):
-            _refuse(field, getattr(resolved, field), reason, remedy)
+    _check_listed(lambda field: getattr(resolved, field, None) if field in _RESOLVED else None)
 
 
 def settle_auto_by_fields(config: DDTreeConfig, fields: dict[str, Any]) -> DDTreeConfig:
@@ -305,7 +311,7 @@ def _untimed(fields: dict[str, Any]) -> str | None:
         # SGLang switches the graphs off for these once the algorithm has been asked.
         if fields.get(field):
             return f"--{field.replace('_', '-')}: {_NO_GRAPHS}"
-    if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or 0) > 0:
+    if _simulates():
         return "rounds of SGLANG_SIMULATE_ACC_LEN have no times to decide by"
     return None
 

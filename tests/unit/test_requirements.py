@@ -598,6 +598,7 @@ def test_a_window_that_shows_once_the_target_is_loaded(window, windowed):
 # --- A budget that follows the load ------------------------------------------------------------------
 
 AUTO = DDTreeConfig(budget=63, auto=True)
+BY_DEFAULT = dataclasses.replace(AUTO, auto_by_default=True, most_given=False)
 FLASHINFER = "cannot verify trees of different sizes in one batch. Use --attention-backend triton, or give a number"
 
 
@@ -651,13 +652,12 @@ def test_auto_needs_graphs_that_hold_any_batch(field, monkeypatch):
 def test_auto_is_no_default_where_rounds_have_no_times(fields, reason, monkeypatch, caplog):
     pretend_gpu(monkeypatch)
     fields = {"attention_backend": "triton"} | fields
-    by_default = dataclasses.replace(AUTO, auto_by_default=True, most_given=False)
     # Asked for, it is served, with as many nodes for every request.
     assert requirements.settle_auto_by_fields(AUTO, fields) is AUTO
     with caplog.at_level("INFO"):
-        settled = requirements.settle_auto_by_fields(by_default, fields)
+        settled = requirements.settle_auto_by_fields(BY_DEFAULT, fields)
     if reason is None:
-        assert settled is by_default and not caplog.records
+        assert settled is BY_DEFAULT and not caplog.records
         return
     assert settled == DDTreeConfig()
     assert f"budget 15 instead of auto: {reason} have no times to decide by." in caplog.text
@@ -665,9 +665,8 @@ def test_auto_is_no_default_where_rounds_have_no_times(fields, reason, monkeypat
 
 def test_auto_is_no_default_with_a_forced_acceptance(monkeypatch):
     pretend_gpu(monkeypatch)
-    by_default = dataclasses.replace(AUTO, auto_by_default=True, most_given=False)
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3.5")
-    assert requirements.settle_auto_by_fields(by_default, {"attention_backend": "triton"}) == DDTreeConfig()
+    assert requirements.settle_auto_by_fields(BY_DEFAULT, {"attention_backend": "triton"}) == DDTreeConfig()
     assert requirements.settle_auto_by_fields(AUTO, {"attention_backend": "triton"}) is AUTO
 
 
@@ -675,9 +674,8 @@ def test_auto_is_no_default_with_a_forced_acceptance(monkeypatch):
 def test_auto_is_no_default_without_decode_graphs(backend, timed):
     """Whatever switched them off: SGLang has decided by then."""
     server_args = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(backend=backend)))
-    by_default = dataclasses.replace(AUTO, auto_by_default=True, most_given=False)
-    settled = requirements.settle_auto_by_graphs(by_default, server_args)
-    assert settled is by_default if timed else settled == DDTreeConfig()
+    settled = requirements.settle_auto_by_graphs(BY_DEFAULT, server_args)
+    assert settled is BY_DEFAULT if timed else settled == DDTreeConfig()
     assert requirements.settle_auto_by_graphs(AUTO, server_args) is AUTO
     assert requirements.settle_auto_by_graphs(DDTreeConfig(), server_args) == DDTreeConfig()
 
@@ -710,8 +708,7 @@ def test_auto_is_uniform_with_gdn_layers(target):
     assert (asked.uniform, asked.budget, asked.packed) == (True, 63, False)
     assert settle(dataclasses.replace(AUTO, most_given=False), target()).budget == 15
     # By itself it is not chosen there.
-    by_default = dataclasses.replace(AUTO, auto_by_default=True, most_given=False)
-    assert settle(by_default, target()) == number
+    assert settle(BY_DEFAULT, target()) == number
 
 
 @pytest.mark.parametrize("kind", [hybrid.MAMBA2, hybrid.SEQUENTIAL_MAMBA2, hybrid.DYNAMIC_GDN, hybrid.KDA], ids=str)

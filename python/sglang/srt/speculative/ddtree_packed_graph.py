@@ -83,14 +83,13 @@ class PackedCommitGraphs(CommitInputs):
         self._max_depth, self._feed, self._device = max_depth, feed, self._seq_lens.device
         totals: list[int] = sorted(runner.capture_num_tokens)
         self._indptr = torch.full((self.largest + 1,), totals[-1], dtype=torch.int32, device=self._device)
-        # Requests and tokens of the last round, behind whose requests they have been filled.
-        self._filled: tuple[int, int] | None = None
         self._lens = torch.zeros(self.largest, dtype=torch.int32, device=self._device)
         self._nodes = allocate_packed(totals[-1], self._trees.whole.ancestor_bits.shape[2], self._device)
         for name in vars(self._nodes):
             getattr(self._nodes, name).zero_()
+        # Requests and tokens of the last round, whose buffers are filled up.
+        self._last = (0, 0)
         # 1 for running requests: what fills a graph up has slots and choices of rounds past behind the last node.
-        self._running = 0
         self._is_running = torch.zeros((self.largest, 1), dtype=torch.int64, device=self._device)
         # Views, made once.
         self._rows_of: dict[int, PackedNodes] = {}
@@ -127,15 +126,14 @@ class PackedCommitGraphs(CommitInputs):
             wide = ddtree_ragged.allot_nodes(dense.scores, dense.num_nodes, total)
             for name, tensor in vars(wide).items():
                 getattr(share, name).copy_(tensor)
-        held = self._places[total].requests
-        if bs < held and self._filled != (bs, total):
+        held, last = self._places[total].requests, self._last
+        self._last = bs, total
+        if bs < held and last != (bs, total):
             # No access leaves its tensor, whatever the requests that fill the graph up are taken to have.
             self._indptr[bs + 1 : held + 1].fill_(total)
-        self._filled = bs, total
-        if bs != self._running:
+        if bs != last[0]:
             self._is_running[:bs].fill_(1)
             self._is_running[bs:].zero_()
-            self._running = bs
         nodes = self._rows(total)
         ddtree_ragged_kernels.pack_nodes(
             dense.tokens,
@@ -186,7 +184,7 @@ class PackedCommitGraphs(CommitInputs):
                 tree, zeros = self._trees.head(bs), torch.zeros(bs, dtype=torch.int64, device=self._device)
                 self.pack(tree, total, zeros, zeros, columns)
         self._is_running.zero_()
-        self._running = 0
+        self._last = (0, 0)
         if self._device.type == "cuda":
             # This may not be the stream of the next round, which writes the same buffers.
             torch.cuda.synchronize()

@@ -15,7 +15,7 @@ NumPy and the standard library only; it imports no SGLang.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -80,7 +80,7 @@ class Choice:
 
 def choose(
     requests: int,
-    gain: GainCurve | _AsGoodAs | _NoWorseThanNarrower,
+    gain: GainCurve | _Gains,
     cost: CostTable | None,
     buckets: Sequence[int],
     current: Choice | None = None,
@@ -160,21 +160,12 @@ def _plain_round(requests: int, cost: CostTable | None, context_tokens: float) -
     return Choice(0, requests, 0, float(requests), seconds)
 
 
-class _AsGoodAs:
-    """Gains as if every draft's nodes were worth what those of one width are."""
+@dataclass(frozen=True)
+class _Gains:
+    """A gain curve that answers otherwise: ``at`` and ``max_nodes`` as of `GainCurve`."""
 
-    def __init__(self, gain: _NoWorseThanNarrower, draft_width: int) -> None:
-        self._gain, self._width, self.max_nodes = gain, draft_width, gain.max_nodes
-
-    def at(self, requests: int, nodes: np.ndarray, draft_width: int) -> np.ndarray:
-        return self._gain.at(requests, nodes, self._width)
-
-
-class _NoWorseThanNarrower:
-    """Gains of which none is below a narrower draft's."""
-
-    def __init__(self, gain: GainCurve) -> None:
-        self.at, self.max_nodes = gain.at_least, gain.max_nodes
+    at: Callable[[int, np.ndarray, int], np.ndarray]
+    max_nodes: int
 
 
 class Policy:
@@ -230,7 +221,8 @@ class Policy:
         Raises:
             ValueError: as `choose`.
         """
-        factor, gain = self.calibration.factor(classes), _NoWorseThanNarrower(self.gain)
+        # None is worth less than a narrower draft.
+        factor, gain = self.calibration.factor(classes), _Gains(self.gain.at_least, self.gain.max_nodes)
         choice = self.current = choose(
             requests,
             gain,
@@ -254,7 +246,8 @@ class Policy:
         if narrower is not None:
             own = partial(self._best_of, narrower, requests, factor, context_tokens)
             # How long it takes is known well: only what its nodes are worth may be a mistake.
-            if own(_AsGoodAs(gain, choice.draft_width)).rate > choice.rate:
+            as_good = _Gains(lambda requests, nodes, _: gain.at(requests, nodes, choice.draft_width), gain.max_nodes)
+            if own(as_good).rate > choice.rate:
                 return replace(own(gain), probe=True)
         if choice.draft_width == widest:
             self._waited, self._wait = 0, self._settings.probe_first
@@ -293,12 +286,7 @@ class Policy:
         return found
 
     def _best_of(
-        self,
-        width: int,
-        requests: int,
-        factor: float,
-        context_tokens: float,
-        gain: GainCurve | _AsGoodAs | _NoWorseThanNarrower,
+        self, width: int, requests: int, factor: float, context_tokens: float, gain: GainCurve | _Gains
     ) -> Choice:
         """The best round that drafts this width."""
         return choose(

@@ -47,7 +47,6 @@ class TreeRound:
         is_block: a drafter's block, in which every node sees all others, rather than a tree.
         is_packed: requests of different numbers of nodes lie one behind the other, and a tail may follow them.
         small_tiles: of requests of few nodes, or None.
-        weights: of their parts and the others', for the plans.
     """
 
     ancestor_bits: torch.Tensor
@@ -58,7 +57,6 @@ class TreeRound:
     is_block: bool = False
     is_packed: bool = False
     small_tiles: Tiles | None = None
-    weights: Weights = ALIKE
 
     def head(self, bs: int) -> TreeRound:
         """Views for a smaller batch in buffers made for a larger one."""
@@ -166,7 +164,6 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             self._drafts(),
             packed,
             small_tiles,
-            weights,
         )
         self.forward_metadata = TreeForwardMetadata(**metadata, tree=tree)
 
@@ -274,7 +271,7 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
         if requests < bs:
             # Those that fill the graph up have no nodes.
             qo_indptr[requests + 1 :].copy_(indptr[-1:].expand(bs - requests))
-        extra, weights = tree.plan.extra_splits, tree.weights
+        extra, weights = tree.plan.extra_splits, tree.plan.weights
         plan_splits(qo_indptr, self.kv_indptr[: bs + 1], extra, weights=weights, out=tree.plan)
         if tree.window_plan is not None:
             plan_splits(qo_indptr, self.window_kv_indptr[: bs + 1], extra, weights=weights, out=tree.window_plan)
@@ -296,7 +293,6 @@ class TritonTreeMaskAttnBackend(TritonAttnBackend):
             shared,
             is_packed=True,
             small_tiles=small_tiles,
-            weights=weights,
         )
 
     def _allocate_graph_round(self, bits: torch.Tensor) -> TreeRound:

@@ -621,9 +621,9 @@ def _attention_kernel(
     program = tl.program_id(0)
     behind = program - row_tiles * HEADS * wide_items
     tile = tl.where(behind < 0, program % row_tiles, 0)
-    place_of = tl.where(behind < 0, program // row_tiles, behind + HEADS * wide_items)
-    kv_head = place_of % HEADS
-    item = place_of // HEADS
+    pair = tl.where(behind < 0, program // row_tiles, behind + HEADS * wide_items)
+    kv_head = pair % HEADS
+    item = pair // HEADS
     request = tl.load(items + 4 * item)
     if request < 0:
         return
